@@ -1,0 +1,946 @@
+"""The trainer: ``torchrun --nproc_per_node N rl.py --model models/toy --rollout_urls http://127.0.0.1:8700 ...``
+
+Read ``train`` first: it is the algorithm. Everything above it is a part it names, in the order it uses them.
+
+**Trainer step** (``train``; every rank runs it)
+  consumes   groups of rollouts from the rollout nodes (rank 0 the manifest, every rank its own rows)
+  produces   an optimizer step, a new policy version in every engine, one line in ledger.jsonl and metrics.jsonl
+  waits for  a full batch (``GET /manifest``), other ranks' collectives, the phases of a weight sync
+  unblocked  by the rollout nodes and by the other ranks
+  deadline   ``wait_s`` for a batch, ``request_timeout_s`` for any other request, ``wait_s`` for a collective
+  failure    any violated invariant raises; torchrun then ends the other ranks, the launcher the rollout nodes
+  shutdown   after the last step rank 0 closes the ledger, evaluates, and tells the nodes to end
+
+Departures from the usual: the batch is scored once without gradient before the first backward, because the gate
+decides over whole rollouts and the loss has one global denominator, known before any gradient is taken.
+
+Legend: T tokens of a packed micro-batch, S sampled tokens (of a micro-batch, or of a rank's whole batch),
+N rollouts of a batch, D hidden size, V vocabulary, L mixture-of-experts layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers.core_model_loading import revert_weight_conversion
+
+import gate
+import moe_replay
+from loopback import Row, unpack_rows
+
+log = logging.getLogger("rl")
+
+TRAINABLE = ("ok", "truncated")
+
+
+# -------------------------------------------------------------------------------------------------- config
+
+
+def flag(default, help: str):
+    """A config field with its description."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class TrainConfig:
+    """A trainer. Defaults are those of the toy on a CPU; recipes hold everything else."""
+
+    model: str = flag("", "folder of the model (Hugging Face format) to start from")
+    out: str = flag("", "the run's folder")
+    recipe: str = flag("", "name of the recipe, for the records")
+    rollout_urls: str = flag("http://127.0.0.1:8700", "comma-separated addresses of the rollout nodes' control APIs")
+    device: str = flag("cpu", "cpu or cuda")
+    dtype: str = flag("float32", "dtype of the forward and of the weights sent; master weights are float32")
+    attention: str = flag("sdpa", "transformers' attention implementation: sdpa, flex_attention, flash_attention_2")
+    steps: int = flag(60, "optimizer steps")
+    seed: int = flag(0, "seed of probes and of torch")
+    lr: float = flag(1e-3, "peak learning rate of AdamW")
+    warmup_steps: int = flag(2, "steps of linear warm-up")
+    lr_decay: bool = flag(False, "linear decay to a tenth of lr over the run")
+    beta1: float = flag(0.9, "AdamW's first beta")
+    beta2: float = flag(0.95, "AdamW's second beta")
+    weight_decay: float = flag(0.0, "AdamW's weight decay")
+    grad_clip: float = flag(1.0, "largest gradient norm")
+    advantage: str = flag("grpo", "reinforce, reinforce_baseline, rloo, grpo or dr_grpo")
+    gate: str = flag("tis", "a preset of gate.py, or level:mode:low:high (such as geo:mask:0.5:2)")
+    surrogate: str = flag("reinforce", "reinforce or ppo")
+    clip_low: float = flag(0.2, "ppo: the ratio is clipped below 1 - clip_low")
+    clip_high: float = flag(0.28, "ppo: the ratio is clipped above 1 + clip_high")
+    denominator: str = flag("token", "what the loss is divided by: token, rollout, group or constant")
+    denominator_constant: float = flag(1.0, "the divisor where denominator is constant")
+    max_lag: int = flag(0, "largest lag of a token at consumption; must equal the rollout nodes'")
+    token_budget: int = flag(1024, "tokens of one packed micro-batch")
+    head_chunk: int = flag(2048, "sampled positions whose logits exist at once")
+    checkpoint_activations: bool = flag(False, "recompute each layer in the backward pass")
+    replay: bool = flag(True, "mixture-of-experts models: replay the engine's routes")
+    eval_tasks: int = flag(128, "held-out tasks evaluated (greedy) before and after training; 0: none")
+    probe_prompts: int = flag(4, "prompts of the probe after each weight sync")
+    probe_tokens: int = flag(16, "tokens sampled per probe prompt")
+    probe_bound: float = flag(1e-4, "largest difference of a probe's log-probs between engine and trainer")
+    sync_address: str = flag("127.0.0.1", "address at which the engines' workers reach rank 0 for the weight transfer")
+    wait_s: float = flag(900.0, "deadline for a batch, for the nodes to be ready, and for a collective, seconds")
+    request_timeout_s: float = flag(300.0, "deadline of any other request to a rollout node, seconds")
+
+
+def read_gate(text: str) -> dict:
+    """``--gate`` as gate.gate's arguments: a preset's name or level:mode:low:high."""
+    if ":" not in text:
+        return gate.preset(text)
+    parts = text.split(":")
+    if len(parts) != 4:
+        raise ValueError(f"--gate {text!r} must be a preset or level:mode:low:high")
+    return {"level": parts[0], "mode": parts[1], "low": float(parts[2]), "high": float(parts[3])}
+
+
+def validate(cfg: TrainConfig) -> None:
+    """Refuse what cannot work, before anything starts. Raises ``ValueError`` with the values and the remedy."""
+    if not (Path(cfg.model) / "config.json").is_file():
+        raise ValueError(f"--model {cfg.model!r} holds no config.json; give a model folder (tools/toy.py builds one)")
+    if not cfg.out:
+        raise ValueError("--out is empty; name the run's folder")
+    if cfg.device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {cfg.device!r} must be cpu or cuda")
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch sees no GPU; use --device cpu, or install the GPU requirements")
+    if cfg.steps < 1 or cfg.token_budget < 2 or cfg.head_chunk < 1:
+        raise ValueError(
+            f"--steps {cfg.steps}, --token_budget {cfg.token_budget}, --head_chunk {cfg.head_chunk} must be positive"
+        )
+    for name, known in (
+        ("advantage", gate.ADVANTAGES),
+        ("surrogate", gate.SURROGATES),
+        ("denominator", gate.DENOMINATORS),
+    ):
+        if vars(cfg)[name] not in known:
+            raise ValueError(f"--{name} {vars(cfg)[name]!r} must be one of {', '.join(known)}")
+    chosen = read_gate(cfg.gate)
+    if cfg.max_lag > 0 and chosen["level"] == "off":
+        raise ValueError(
+            f"--max_lag {cfg.max_lag} trains on old samples, which --gate off does not correct; use --gate tis"
+        )
+    if not os.environ.get("INSTAR_SECRET"):
+        raise ValueError(
+            "INSTAR_SECRET is not set; export the same random string for the trainer and every rollout node"
+        )
+
+
+# --------------------------------------------------------------------------------------------------- ranks
+
+
+class Ranks:
+    """The trainer's process group and the three exchanges the loop needs (no pickles cross it)."""
+
+    def __init__(self, cfg: TrainConfig):
+        local = int(os.environ["LOCAL_RANK"])
+        self.device = torch.device(cfg.device, local) if cfg.device == "cuda" else torch.device("cpu")
+        if cfg.device == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(1)
+        backend = "cpu:gloo,cuda:nccl" if cfg.device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=cfg.wait_s))
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.mesh = init_device_mesh(cfg.device, (self.world,))
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        size = torch.tensor([len(data) if self.rank == 0 else 0])
+        dist.broadcast(size, 0)
+        buffer = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if self.rank == 0 and data
+            else torch.empty(int(size), dtype=torch.uint8)
+        )
+        if int(size):
+            dist.broadcast(buffer, 0)
+        return buffer.numpy().tobytes()
+
+    def from_rank0(self, make: Callable[[], object]) -> object:
+        """What ``make`` gives on rank 0 (anything JSON holds), on every rank."""
+        return json.loads(self.broadcast(json.dumps(make()).encode() if self.rank == 0 else None))
+
+    def concat(self, local_S: torch.Tensor) -> torch.Tensor:
+        """The ranks' one-dimensional tensors, one after the other, on the CPU of every rank."""
+        local_S = local_S.detach().cpu()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(local_S)]))
+        longest = max(int(size) for size in sizes)
+        padded = [torch.zeros(longest, dtype=local_S.dtype) for _ in sizes]
+        dist.all_gather(padded, nn.functional.pad(local_S, (0, longest - len(local_S))))
+        return torch.cat([part[: int(size)] for part, size in zip(padded, sizes, strict=True)])
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in float64."""
+        value = value.detach().double().cpu()
+        dist.all_reduce(value)
+        return value
+
+    def most(self, value: int) -> int:
+        """The largest over ranks."""
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
+
+
+# ------------------------------------------------------------------------------------------- rollout nodes
+
+
+class Nodes:
+    """Rank 0's (and, for rows, every rank's) client of the rollout nodes."""
+
+    def __init__(self, cfg: TrainConfig):
+        self.cfg = cfg
+        self.urls = [url.strip().rstrip("/") for url in cfg.rollout_urls.split(",")]
+        headers = {"x-instar-secret": os.environ["INSTAR_SECRET"]}
+        self.http = httpx.Client(headers=headers, timeout=cfg.request_timeout_s, trust_env=False)
+
+    def request(self, method: str, url: str, **kwargs) -> httpx.Response:
+        """One request. Raises ``RuntimeError`` in one line when the node is gone or answers with an error."""
+        try:
+            response = self.http.request(method, url, **kwargs)
+        except httpx.HTTPError as error:
+            raise RuntimeError(f"rollout node {url}: {type(error).__name__}: {error}; see its log") from None
+        if response.status_code >= 400:
+            raise RuntimeError(f"rollout node answered {response.status_code}: {response.text[:500]}")
+        return response
+
+    def each(self, path: str, bodies: list[dict] | dict) -> list[httpx.Response]:
+        """POST to every node at once; one body for all, or one each."""
+        bodies = bodies if isinstance(bodies, list) else [bodies] * len(self.urls)
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            return list(
+                pool.map(
+                    lambda pair: self.request("POST", pair[0] + path, json=pair[1]), zip(self.urls, bodies, strict=True)
+                )
+            )
+
+    def wait_ready(self) -> list[dict]:
+        """Every node's /health once it is ready."""
+        end = time.monotonic() + self.cfg.wait_s
+        states: list[dict] = []
+        for url in self.urls:
+            while not (state := self.health(url))["ready"]:
+                if time.monotonic() > end:
+                    raise RuntimeError(
+                        f"rollout node {url} was not ready within wait_s={self.cfg.wait_s:g} s; see its log"
+                    )
+                time.sleep(0.2)
+            states.append(state)
+        return states
+
+    def health(self, url: str) -> dict:
+        """/health; a node that does not listen yet is not ready."""
+        try:
+            response = self.http.get(url + "/health")
+        except httpx.ConnectError:
+            return {"ready": False}
+        if response.status_code != 200:
+            raise RuntimeError(f"rollout node {url} answered {response.status_code}: {response.text[:200]}")
+        return response.json()
+
+    def manifest(self, version: int) -> dict:
+        """The next batch of all nodes. Raises ``RuntimeError`` when it takes longer than ``wait_s``."""
+        end, parts = time.monotonic() + self.cfg.wait_s, []
+        for url in self.urls:
+            while (response := self.request("GET", f"{url}/manifest?version={version}")).status_code == 204:
+                if time.monotonic() > end:
+                    raise RuntimeError(f"no batch from {url} within wait_s={self.cfg.wait_s:g} s; see its log")
+            parts.append(response.json() | {"url": url})
+        return merge_manifests(parts)
+
+    def rows(self, url: str, row_ids: list[str]) -> list[Row]:
+        """Rows by id."""
+        return unpack_rows(self.request("POST", url + "/rows", json={"ids": row_ids}).content)
+
+
+def merge_manifests(parts: list[dict]) -> dict:
+    """One manifest of several nodes': rollouts with their node's address, ledgers and meters summed."""
+    rollouts, ledger = [], {"sampled": 0, "pending_before": 0, "pending_after": 0, "dropped": {}}
+    meters: dict[str, float] = {}
+    for node, part in enumerate(parts):
+        for group in part["groups"]:
+            for rollout in group["rollouts"]:
+                rollouts.append(rollout | {"url": part["url"], "group": f"{node}/{group['group_id']}"})
+        add_ledger(ledger, part["ledger"])
+        for name, value in part["meters"].items():
+            meters[name] = meters.get(name, 0.0) + value / len(parts)
+    return {"rollouts": rollouts, "ledger": ledger, "meters": meters}
+
+
+def add_ledger(total: dict, part: dict) -> None:
+    """Add one node's ledger piece."""
+    for name in ("sampled", "pending_before", "pending_after"):
+        total[name] += part[name]
+    for reason, number in part["dropped"].items():
+        total["dropped"][reason] = total["dropped"].get(reason, 0) + number
+
+
+# --------------------------------------------------------------------------------------------------- policy
+
+
+class Policy(nn.Module):
+    """The model under FSDP2, and the only forward the trainer has: log-probs of chosen tokens of packed rows."""
+
+    def __init__(self, cfg: TrainConfig):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            cfg.model, dtype=torch.float32, attn_implementation=cfg.attention
+        )
+        self.head_chunk = cfg.head_chunk
+        if cfg.checkpoint_activations:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.train()
+
+    def forward(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        before_S: torch.Tensor,
+        target_S: torch.Tensor,
+        temperature_S: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob and entropy ``[S]`` of ``target_S`` after positions ``before_S``, at each row's temperature.
+
+        Positions restart at 0 where a row starts, and there is no attention mask: that is how transformers knows
+        packed rows from one long one (an all-ones mask would join them).
+        """
+        body = self.model.base_model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
+        hidden_SD = body.last_hidden_state[0, before_S]
+        pieces = [
+            checkpoint(self.head, *chunk, use_reentrant=False)
+            for chunk in zip(*(x.split(self.head_chunk) for x in (hidden_SD, target_S, temperature_S)), strict=True)
+        ]
+        return torch.cat([logp for logp, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
+
+    def head(self, hidden_SD: torch.Tensor, target_S: torch.Tensor, temperature_S: torch.Tensor):
+        """The head on one chunk; its logits die with the chunk and are computed again in the backward pass."""
+        logits_SV = self.model.get_output_embeddings()(hidden_SD)
+        return gate.token_logprobs(logits_SV, target_S, temperature_S)
+
+
+def shard(policy: Policy, cfg: TrainConfig, ranks: Ranks) -> Policy:
+    """FSDP2: one unit per decoder layer, the rest (embedding, norm, head) in the root's."""
+    policy.to(ranks.device)
+    mixed = MixedPrecisionPolicy(param_dtype=vars(torch)[cfg.dtype], reduce_dtype=torch.float32)
+    for module in list(policy.modules()):
+        if type(module).__name__ in policy.model._no_split_modules:
+            fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
+    return fully_shard(policy, mesh=ranks.mesh, mp_policy=mixed)
+
+
+def make_replay(policy: Policy, cfg: TrainConfig, device: torch.device) -> moe_replay.RouteReplay | None:
+    """Route replay for a mixture-of-experts model, None for a dense one."""
+    counts = moe_replay.expert_counts(policy.model.config.get_text_config())
+    if counts is None or not cfg.replay:
+        return None
+    two = torch.arange(2, device=device)
+    ones = torch.ones(1, device=device)
+    return moe_replay.RouteReplay(policy, *counts, lambda: policy(two, two, two[:1], two[1:], ones))
+
+
+# -------------------------------------------------------------------------------------------------- packing
+
+
+@dataclass
+class MicroBatch:
+    """Rows packed into one sequence, and what is known of each sampled token in it."""
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    before_S: torch.Tensor
+    """Index in the packed sequence of the token before each sampled one: its hidden state predicts it."""
+    target_S: torch.Tensor
+    temperature_S: torch.Tensor
+    behaviour_S: torch.Tensor
+    version_S: torch.Tensor
+    rollout_S: torch.Tensor
+    """Index of the token's rollout in the manifest."""
+    trained_S: torch.Tensor
+    experts_LTK: torch.Tensor
+    known_T: torch.Tensor
+
+
+def bins(lengths: list[int], budget: int) -> list[list[int]]:
+    """First-fit decreasing: indices of rows per micro-batch; a row longer than the budget gets its own.
+
+    Example: lengths [5, 9, 4] with budget 9 give [[1], [0, 2]].
+    """
+    out: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        fit = next((k for k, left in enumerate(room) if left >= lengths[index]), None)
+        if fit is None:
+            out.append([index])
+            room.append(budget - lengths[index])
+        else:
+            out[fit].append(index)
+            room[fit] -= lengths[index]
+    return out
+
+
+def pack(rows: list[tuple[Row, int]], device: torch.device) -> MicroBatch:
+    """One micro-batch of ``(row, index of its rollout)``."""
+    starts = np.cumsum([0, *(len(row) for row, _ in rows)])[:-1]
+    sampled = [np.flatnonzero(row.sampled) for row, _ in rows]
+
+    def flat(make: Callable[[Row, np.ndarray, int], np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        parts = [make(row, at, index) for (row, _), at, index in zip(rows, sampled, range(len(rows)), strict=True)]
+        return torch.from_numpy(np.concatenate(parts)).to(device, dtype)
+
+    experts_LTK, known_T = moe_replay.pack([(row.experts, row.experts_known) for row, _ in rows], device)
+    return MicroBatch(
+        ids_T=flat(lambda row, at, i: row.token_ids, torch.int64),
+        positions_T=flat(lambda row, at, i: np.arange(len(row)), torch.int64),
+        before_S=flat(lambda row, at, i: at - 1 + starts[i], torch.int64),
+        target_S=flat(lambda row, at, i: row.token_ids[at], torch.int64),
+        temperature_S=flat(lambda row, at, i: np.full(len(at), row.temperature), torch.float32),
+        behaviour_S=flat(lambda row, at, i: row.logprobs[at], torch.float32),
+        version_S=flat(lambda row, at, i: row.versions[at], torch.int64),
+        rollout_S=flat(lambda row, at, i: np.full(len(at), rows[i][1]), torch.int64),
+        trained_S=flat(lambda row, at, i: np.ones(len(at)), torch.bool),
+        experts_LTK=experts_LTK,
+        known_T=known_T,
+    )
+
+
+def filler(device: torch.device, num_layers: int, counts: tuple[int, int] | None) -> MicroBatch:
+    """A micro-batch that trains nothing: ranks with fewer rows still owe FSDP their collectives."""
+    experts = counts or (1, 0)
+    routes = moe_replay.spread(2, num_layers, experts[1], experts[0])
+    row = Row("", "", -1, "", np.zeros(2, np.int32), np.array([False, True]), np.array([np.nan, 0.0], np.float32),
+              np.array([-1, 0], np.int32), np.array([-1, 0], np.int32), routes, np.ones(2, bool), 1.0)  # fmt: skip
+    batch = pack([(row, 0)], device)
+    batch.trained_S = torch.zeros_like(batch.trained_S)
+    return batch
+
+
+def assign(rollouts: list[dict], world: int) -> list[list[int]]:
+    """Rollouts of each rank, balanced by tokens. All rows of a rollout go to one rank, so its gate is local."""
+    tokens = [sum(row["tokens"] for row in rollout["rows"]) for rollout in rollouts]
+    load, out = [0] * world, [[] for _ in range(world)]
+    for index in sorted(range(len(rollouts)), key=lambda index: -tokens[index]):
+        if tokens[index]:
+            rank = load.index(min(load))
+            load[rank] += tokens[index]
+            out[rank].append(index)
+    return out
+
+
+def fetch(manifest: dict, ranks: Ranks, nodes: Nodes) -> list[tuple[Row, int]]:
+    """This rank's rows, each with the index of its rollout."""
+    wanted: dict[str, dict[str, int]] = {}
+    for index in assign(manifest["rollouts"], ranks.world)[ranks.rank]:
+        rollout = manifest["rollouts"][index]
+        wanted.setdefault(rollout["url"], {}).update({row["row_id"]: index for row in rollout["rows"]})
+    return [(row, owner[row.row_id]) for url, owner in wanted.items() for row in nodes.rows(url, list(owner))]
+
+
+def micro_batches(rows: list[tuple[Row, int]], cfg: TrainConfig, ranks: Ranks, replay) -> list[MicroBatch]:
+    """This rank's rows in packed micro-batches, as many on every rank."""
+    packed = [
+        pack([rows[i] for i in some], ranks.device) for some in bins([len(row) for row, _ in rows], cfg.token_budget)
+    ]
+    missing = ranks.most(len(packed)) - len(packed)
+    layers, counts = (len(replay.routers), (replay.num_experts, replay.experts_per_token)) if replay else (0, None)
+    return packed + [filler(ranks.device, layers, counts) for _ in range(missing)]
+
+
+# ------------------------------------------------------------------------------------------------- forward
+
+
+def run(policy: Policy, batch: MicroBatch, replay, metered: bool = False):
+    """Log-probs and entropy of a micro-batch, and the context its backward pass must stay in."""
+    context = replay.use(batch.experts_LTK, batch.known_T, metered) if replay else nullcontext()
+    return context, lambda: policy(batch.ids_T, batch.positions_T, batch.before_S, batch.target_S, batch.temperature_S)
+
+
+@torch.no_grad()
+def score(policy: Policy, batches: list[MicroBatch], replay) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of all sampled tokens of this rank under the current weights."""
+    scored = []
+    for batch in batches:
+        context, forward = run(policy, batch, replay, metered=True)
+        with context:
+            scored.append(forward())
+    return torch.cat([logp for logp, _ in scored]), torch.cat([entropy for _, entropy in scored])
+
+
+class Batch(NamedTuple):
+    """A rank's batch, flat over its micro-batches: ``[S]`` each."""
+
+    behaviour_S: torch.Tensor
+    version_S: torch.Tensor
+    rollout_S: torch.Tensor
+    trained_S: torch.Tensor
+
+    @classmethod
+    def of(cls, batches: list[MicroBatch]) -> Batch:
+        return cls(*(torch.cat([vars(batch)[name] for batch in batches]) for name in cls._fields))
+
+
+def backward(policy, batches, replay, cfg, ranks, decision, proximal_S, advantage_S, denominator) -> tuple[float, int]:
+    """Gradients of the whole batch. Returns this rank's part of the loss and its number of clipped tokens."""
+    loss_sum, clipped, start = 0.0, 0, 0
+    for batch in batches:
+        part = slice(start, start := start + len(batch.target_S))
+        context, forward = run(policy, batch, replay)
+        with context:
+            logp_S, _ = forward()
+            loss_S, clipped_S = gate.surrogate(
+                cfg.surrogate,
+                logp_S,
+                proximal_S[part],
+                advantage_S[part],
+                decision.weight_T[part],
+                cfg.clip_low,
+                cfg.clip_high,
+            )
+            loss = gate.policy_loss(loss_S, decision.keep_T[part], denominator)
+            # FSDP averages gradients over ranks; the denominator is already global.
+            (loss * ranks.world).backward()
+        loss_sum += float(loss.detach())
+        clipped += int((clipped_S & decision.keep_T[part]).sum())
+    return loss_sum, clipped
+
+
+# ---------------------------------------------------------------------------------------------- weight sync
+
+
+class Meta(NamedTuple):
+    """Name, dtype and full shape of one tensor on the wire."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Weights:
+    """The policy's weights under their checkpoint names, gathered one decoder layer at a time.
+
+    ``metadata`` and iteration are vLLM's ``WeightSource`` protocol. Iteration gathers shards, so every rank iterates.
+    """
+
+    def __init__(self, policy: Policy, dtype: torch.dtype):
+        self.model, self.dtype = policy.model, dtype
+        self.groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in policy.model.named_parameters():
+            prefix = next(
+                (".".join(name.split(".")[: i + 1]) for i, part in enumerate(name.split(".")) if part.isdigit()), ""
+            )
+            self.groups.setdefault(prefix, []).append((name, parameter))
+        self.meta = [
+            Meta(name, tensor.dtype, tuple(tensor.shape))
+            for name, tensor in self.convert(lambda p: torch.empty(p.shape, dtype=dtype, device="meta"))
+        ]
+
+    def convert(self, gather: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Checkpoint names and tensors: transformers stacks experts, the checkpoint and vLLM do not."""
+        for group in self.groups.values():
+            yield from revert_weight_conversion(
+                self.model, {name: gather(parameter) for name, parameter in group}
+            ).items()
+
+    def metadata(self) -> list[Meta]:
+        return self.meta
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.convert(full):
+            yield name, tensor.to(self.dtype)
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's full tensor (a collective when it is sharded)."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+class SyncClient:
+    """vLLM's ``VLLMWeightSyncClient`` over the nodes' control API."""
+
+    def __init__(self, nodes: Nodes, workers: list[int]):
+        self.nodes, self.workers = nodes, workers
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        offsets = [1 + sum(self.workers[:i]) for i in range(len(self.workers))]
+        self.nodes.each("/sync/connect", [init_info | {"rank_offset": offset} for offset in offsets])
+
+    def start_weight_update(self) -> None:
+        self.nodes.each("/sync/start", {})
+
+    def update_weights(self, update_info: dict) -> None:
+        self.nodes.each("/sync/update", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.nodes.each("/sync/finish", {})
+
+
+class Syncer:
+    """Puts the trainer's weights into every engine, and proves that they arrived."""
+
+    def __init__(self, cfg: TrainConfig, ranks: Ranks, nodes: Nodes, policy: Policy, replay, workers: list[int]):
+        self.cfg, self.ranks, self.nodes, self.policy, self.replay = cfg, ranks, nodes, policy, replay
+        self.weights = Weights(policy, vars(torch)[cfg.dtype])
+        self.worst = 0.0
+        vocabulary = policy.model.config.get_text_config().vocab_size
+        rng = random.Random(cfg.seed)
+        self.prompts = [[rng.randrange(vocabulary) for _ in range(24)] for _ in range(cfg.probe_prompts)]
+        self.sender = self.connect(workers) if ranks.rank == 0 else None
+
+    def connect(self, workers: list[int]):
+        """Join the transfer group; rank 0 sends."""
+        # vLLM takes ten seconds to import and only rank 0 needs it. rollout.py registers the gloo backend.
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        import rollout
+
+        cls = rollout.NCCLTrainerInitInfo if self.cfg.device == "cuda" else rollout.GlooTrainerInitInfo
+        info = cls(self.cfg.sync_address, free_port(self.cfg.sync_address), 1 + sum(workers), rank=0)
+        return WeightTransferTrainerFactory.trainer_init(
+            info, client=SyncClient(self.nodes, workers), source=self.weights
+        )
+
+    def sync(self, version: int) -> float:
+        """The whole cycle for ``version``; returns the probe's largest log-prob difference.
+
+        Raises ``RuntimeError`` when a phase fails or the probe exceeds its bound: the version is then not committed.
+        """
+        if self.ranks.rank == 0:
+            self.nodes.each("/sync/begin", {})
+            self.sender.send_weights()
+        else:
+            for _ in self.weights:
+                pass
+        difference = self.probe()
+        if self.ranks.rank == 0:
+            self.nodes.each("/sync/commit", {"version": version})
+        return difference
+
+    def probe(self) -> float:
+        """Every engine samples a few tokens; the trainer's log-probs of them must agree to ``probe_bound``."""
+        asked = {"prompts": self.prompts, "max_tokens": self.cfg.probe_tokens}
+        replies = self.nodes.each("/sync/probe", asked) if self.ranks.rank == 0 else [None] * len(self.nodes.urls)
+        worst = 0.0
+        for reply in replies:
+            rows = unpack_rows(self.ranks.broadcast(reply.content if reply else None))
+            batch = pack([(row, 0) for row in rows], self.ranks.device)
+            context, forward = run(self.policy, batch, self.replay)
+            with torch.no_grad(), context:
+                logp_S, _ = forward()
+            worst = max(worst, float((logp_S - batch.behaviour_S).abs().max()))
+        self.worst = max(self.worst, worst)
+        # "not <=" rather than ">": a NaN must not pass.
+        if not worst <= self.cfg.probe_bound:
+            raise RuntimeError(
+                f"probe: an engine's log-probs differ from the trainer's by {worst:.3g}, bound {self.cfg.probe_bound:g}: "
+                "its weights are not the trainer's (or probe_bound is too tight for this dtype)"
+            )
+        return worst
+
+
+def free_port(address: str) -> int:
+    """A port that is free now on ``address``."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+# ------------------------------------------------------------------------------------- ledger and metrics
+
+
+def ledger_line(step: int, node: dict, counts_RC: torch.Tensor, listed: int) -> dict:
+    """One step's ledger line, checked. ``counts_RC`` holds, per rank, sampled tokens by ``gate.REASONS``.
+
+    The law: sampled by the engines + pending before = trained + gated + masked + dropped + pending after. Every term
+    is counted where it happens. Raises ``RuntimeError`` with all of them when it does not hold.
+    """
+    ranks = [dict(zip(gate.REASONS, (int(n) for n in row), strict=True)) for row in counts_RC]
+    total = {reason: sum(rank[reason] for rank in ranks) for reason in gate.REASONS}
+    gated = {reason: number for reason, number in total.items() if reason not in ("kept", "masked")}
+    line = {"step": step, **node, "trained": total["kept"], "gated": gated, "masked": total["masked"], "ranks": ranks}
+    received = sum(total.values())
+    left = node["sampled"] + node["pending_before"]
+    right = received + sum(node["dropped"].values()) + node["pending_after"]
+    if left != right or received != listed:
+        raise RuntimeError(
+            f"ledger does not balance at step {step}: {left} != {right}, rows listed {listed}: {json.dumps(line)}"
+        )
+    return line
+
+
+class Journal:
+    """The run's files; rank 0 alone writes."""
+
+    def __init__(self, cfg: TrainConfig, ranks: Ranks):
+        self.root, self.writes = Path(cfg.out), ranks.rank == 0
+        if self.writes:
+            self.root.mkdir(parents=True, exist_ok=True)
+            (self.root / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
+            for name in ("metrics.jsonl", "ledger.jsonl"):
+                (self.root / name).write_text("")
+
+    def append(self, name: str, line: dict) -> None:
+        if self.writes:
+            with (self.root / name).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def step(self, m: dict) -> None:
+        """The metrics line, and one for people."""
+        self.append("metrics.jsonl", m)
+        if self.writes:
+            print(
+                f"step {m['step']:4d}  reward {m['reward']:.3f}  lag {m['gate/lag_mean']:.2f}  gated {1 - m['gate/kept']:6.1%}  "
+                f"mismatch {m['mismatch/mean']:.1e}  probe {m['sync/probe_max_abs_dlogp']:.1e}  {m['tokens_per_second']:6.0f} tok/s  "
+                f"generate {m['seconds/generate']:.2f} train {m['seconds/train']:.2f} sync {m['seconds/sync']:.2f} s",
+                flush=True,
+            )
+
+
+def step_metrics(batch: Batch, decision, log_ratio_S, lag_S, entropy_S, ranks: Ranks, replay) -> dict:
+    """``gate/*``, ``mismatch/*``, ``replay/*`` over the tokens of all ranks."""
+    local = (*decision, log_ratio_S, lag_S, batch.trained_S, batch.rollout_S)
+    keep_S, weight_S, reason_S, log_ratio_S, lag_S, trained_S, rollout_S = map(ranks.concat, local)
+    entropy_S = ranks.concat(entropy_S)[trained_S]
+    metrics = {f"mismatch/{name}": value for name, value in gate.mismatch(log_ratio_S, trained_S).items()}
+    merged = gate.Decision(keep_S, weight_S, reason_S)
+    metrics |= {
+        f"gate/{name}": value for name, value in gate.gate_metrics(merged, log_ratio_S, lag_S, rollout_S).items()
+    }
+    metrics["entropy"] = float(entropy_S.mean())
+    if replay:
+        counts = ranks.sum(
+            torch.cat([replay.agreed_L, torch.tensor([replay.replayed_rows, replay.live_rows]).double()])
+        )
+        rows = max(1.0, float(counts[-2]))
+        metrics |= {"replay/rows_replayed": float(counts[-2]), "replay/rows_live": float(counts[-1])}
+        for layer, agreed in enumerate(counts[:-2].tolist()):
+            metrics[f"replay/agreement/{layer}"] = agreed / (rows * replay.experts_per_token)
+        replay.reset_meters()
+    return metrics
+
+
+def save_model(policy: Policy, cfg: TrainConfig, ranks: Ranks, path: Path) -> None:
+    """The policy as a Hugging Face folder, which transformers and vLLM load."""
+    state = {}
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            tensor = full(parameter)
+            if ranks.rank == 0:
+                state[name] = tensor.cpu()
+    if ranks.rank == 0:
+        policy.model.save_pretrained(path, state_dict=state)
+        AutoTokenizer.from_pretrained(cfg.model).save_pretrained(path)
+
+
+# ------------------------------------------------------------------------------------------------- the loop
+
+
+def check_nodes(states: list[dict], cfg: TrainConfig) -> None:
+    """The nodes must run under the same bound as the trainer."""
+    for state in states:
+        if state["max_lag"] != cfg.max_lag or state["version"] != 0:
+            raise ValueError(f"rollout node has max_lag {state['max_lag']} and version {state['version']}, "
+                             f"the trainer has {cfg.max_lag} and 0; start both from the same recipe")  # fmt: skip
+
+
+def evaluate(cfg: TrainConfig, ranks: Ranks, nodes: Nodes) -> float | None:
+    """Mean held-out reward, greedy, at the current version."""
+    if not cfg.eval_tasks:
+        return None
+    asked = {"limit": cfg.eval_tasks, "temperature": 0.0}
+    return ranks.from_rank0(lambda: nodes.request("POST", nodes.urls[0] + "/evaluate", json=asked).json()["reward"])
+
+
+def make_optimizer(policy: Policy, cfg: TrainConfig):
+    """AdamW with warm-up."""
+    betas = (cfg.beta1, cfg.beta2)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=betas, weight_decay=cfg.weight_decay)
+
+    def factor(step: int) -> float:
+        decay = 1 - 0.9 * step / cfg.steps if cfg.lr_decay else 1.0
+        return min(1.0, (step + 1) / max(1, cfg.warmup_steps)) * decay
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def train(cfg: TrainConfig) -> None:
+    """The algorithm. Everything a token meets between its rollout and its gradient is called from here."""
+    torch.manual_seed(cfg.seed)
+    ranks, nodes = Ranks(cfg), Nodes(cfg)
+    policy = shard(Policy(cfg), cfg, ranks)
+    replay = make_replay(policy, cfg, ranks.device)
+    optimizer, schedule = make_optimizer(policy, cfg)
+    chosen_gate, journal = read_gate(cfg.gate), Journal(cfg, ranks)
+    states = ranks.from_rank0(nodes.wait_ready)
+    check_nodes(states, cfg)
+    syncer = Syncer(cfg, ranks, nodes, policy, replay, [state["workers"] for state in states])
+    if ranks.rank == 0:
+        nodes.each("/sync/begin", {})
+    syncer.probe()
+    if ranks.rank == 0:
+        nodes.each("/sync/commit", {"version": 0})
+    seconds = {"engine_start": max(state["engine_seconds"] for state in states), "eval": 0.0, "train": 0.0}
+
+    clock = time.monotonic()
+    reward_before = evaluate(cfg, ranks, nodes)
+    seconds["eval"] += time.monotonic() - clock
+    train_began = time.monotonic()
+
+    for version in range(cfg.steps):
+        # Rows: rank 0 reads the manifest, every rank fetches its own.
+        clock = time.monotonic()
+        manifest = ranks.from_rank0(lambda version=version: nodes.manifest(version))
+        rollouts = manifest["rollouts"]
+        batches = micro_batches(fetch(manifest, ranks, nodes), cfg, ranks, replay)
+        generated = time.monotonic()
+
+        # Rewards to advantages, over rollouts; a crash is not a reward of 0.
+        valid_N = torch.tensor([rollout["status"] in TRAINABLE for rollout in rollouts])
+        reward_N = torch.tensor([rollout["reward"] for rollout in rollouts], dtype=torch.float64)
+        names = sorted({rollout["group"] for rollout in rollouts})
+        group_N = torch.tensor([names.index(rollout["group"]) for rollout in rollouts])
+        advantage_N = gate.advantages(cfg.advantage, reward_N, group_N, valid_N).float().to(ranks.device)
+
+        # The gate: which tokens are trained, and with what weight.
+        batch = Batch.of(batches)
+        proximal_S, entropy_S = score(policy, batches, replay)
+        log_ratio_S = gate.log_ratio(proximal_S, batch.behaviour_S, batch.trained_S)
+        lag_S = gate.lag(batch.version_S, version, batch.trained_S)
+        decision = gate.gate(
+            **chosen_gate, log_ratio_T=log_ratio_S, rollout_T=batch.rollout_S, trained_T=batch.trained_S,
+            lag_T=lag_S, max_lag=cfg.max_lag,
+        )  # fmt: skip
+        advantage_S = gate.token_advantages(advantage_N, batch.rollout_S, batch.trained_S)
+        denominator = global_denominator(cfg, ranks, decision, batch, group_N)
+
+        # Gradients, with the denominator known before the first of them.
+        optimizer.zero_grad()
+        loss, clipped = backward(policy, batches, replay, cfg, ranks, decision, proximal_S, advantage_S, denominator)
+        grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
+        optimizer.step()
+        schedule.step()
+        trained = time.monotonic()
+
+        # The new version, in every engine, or the run stops.
+        probe_difference = syncer.sync(version + 1)
+        synced = time.monotonic()
+
+        counts_RC = ranks.concat(reason_counts(decision, batch)).view(ranks.world, -1)
+        listed = sum(row["sampled"] for rollout in rollouts for row in rollout["rows"])
+        line = ledger_line(version + 1, manifest["ledger"], counts_RC, listed)
+        journal.append("ledger.jsonl", line)
+        journal.step(
+            {
+                "step": version + 1,
+                "reward": float(reward_N[valid_N].mean()),
+                "loss": float(ranks.sum(torch.tensor(loss))),
+                "grad_norm": float(full(grad_norm)),
+                "lr": schedule.get_last_lr()[0],
+                "denominator": float(denominator),
+                "clip_share": float(ranks.sum(torch.tensor(clipped))) / max(1, line["trained"]),
+                "sync/probe_max_abs_dlogp": probe_difference,
+                "tokens_per_second": listed / (synced - clock),
+                "seconds/generate": generated - clock,
+                "seconds/train": trained - generated,
+                "seconds/sync": synced - trained,
+                **manifest["meters"],
+                **step_metrics(batch, decision, log_ratio_S, lag_S, entropy_S, ranks, replay),
+            }
+        )
+
+    seconds["train"] = time.monotonic() - train_began
+    finish(cfg, ranks, nodes, journal, policy, syncer, reward_before, seconds)
+
+
+def global_denominator(cfg: TrainConfig, ranks: Ranks, decision, batch: Batch, group_N: torch.Tensor) -> torch.Tensor:
+    """The one number the loss is divided by, over all ranks and micro-batches."""
+    group_S = group_N.to(batch.rollout_S.device)[batch.rollout_S]
+    kept_G = ranks.sum(gate.kept_per_group(decision.keep_T, group_S, int(group_N.max()) + 1)).long().to(ranks.device)
+    local = gate.denominator(
+        cfg.denominator,
+        decision.keep_T,
+        batch.rollout_S,
+        group_S,
+        cfg.denominator_constant,
+        kept_G=kept_G,
+        world_size=ranks.world,
+    )
+    return ranks.sum(local).to(ranks.device)
+
+
+def reason_counts(decision, batch: Batch) -> torch.Tensor:
+    """Sampled tokens of this rank by ``gate.REASONS``; a filler's token was never sampled."""
+    return torch.bincount(decision.reason_T[batch.trained_S].long(), minlength=len(gate.REASONS))
+
+
+def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Syncer, reward_before, seconds) -> None:
+    """Close the ledger, evaluate, save, tell the nodes to end, and write summary.json."""
+    last = {"sampled": 0, "pending_before": 0, "pending_after": 0, "dropped": {}}
+    if ranks.rank == 0:
+        for reply in nodes.each("/finish", {}):
+            add_ledger(last, reply.json())
+        if last["pending_after"]:
+            raise RuntimeError(f"ledger: {last['pending_after']} sampled tokens still pending after the end: {last}")
+        journal.append("ledger.jsonl", ledger_line(cfg.steps + 1, last, torch.zeros(1, len(gate.REASONS)), 0))
+    clock = time.monotonic()
+    reward_after = evaluate(cfg, ranks, nodes)
+    seconds["eval"] += time.monotonic() - clock
+    save_model(policy, cfg, ranks, journal.root / "model")
+    if ranks.rank == 0:
+        nodes.each("/shutdown", {})
+        summary = {
+            "recipe": cfg.recipe,
+            "seed": cfg.seed,
+            "steps": cfg.steps,
+            "reward_before": reward_before,
+            "reward_after": reward_after,
+            "seconds": {name: round(value, 1) for name, value in seconds.items()},
+            "probe_max_abs_dlogp": syncer.worst,
+            "ledger_balanced": True,
+        }
+        assert all(math.isfinite(value) for value in seconds.values())
+        (journal.root / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Entry point: any failure ends in one line that names the cause."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        (cfg,) = HfArgumentParser(TrainConfig).parse_args_into_dataclasses()
+        validate(cfg)
+        train(cfg)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"rl.py: error: {error}", file=sys.stderr, flush=True)
+        # Not sys.exit: the other ranks may be inside a collective, and interpreter exit would wait for the group.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1032 @@
+"""A rollout node: vLLM engines, the router in front of them, the scheduler that feeds them, and the control API.
+
+    python rollout.py --model models/toy --agent agents/calculator.py --control_port 8700 ...
+
+The loops of this file:
+
+**Scheduler** (``Scheduler.run``)
+  consumes   tasks of the agent's "train" split
+  produces   finished groups, oldest first, for ``GET /manifest``
+  waits for  room under the staleness bound
+  unblocked  by a commit (the version rises) or by a dropped group
+  deadline   the node's watchdog: a trainer silent for ``trainer_timeout_s`` ends the node
+  failure    a rollout that fails is dropped with its status; the scheduler itself failing ends the node
+  shutdown   its task is cancelled; what was in flight is dropped with reason ``run_end``
+
+**Router** (``Router.generate``, one per call)
+  consumes   a ``Call`` of a session
+  produces   its tokens, log-probs, routes, each with the version that sampled it
+  waits for  admission (closed during a weight sync), then for the engine
+  unblocked  by commit, by the engine, or by its deadline ``call_timeout_s``
+  failure    ``EngineFailure``; the rollout is then dropped as ``engine_error``
+  shutdown   the rollout's task is cancelled, which aborts the engine's request
+
+**Weight sync** (``Control``: begin, start/update/finish, probe, commit; driven by rank 0 of rl.py)
+  begin closes admission and aborts what runs (partial outputs are kept with their version), so no request ever
+  spans two versions; commit raises the version and opens admission. A failure in between leaves the version as it
+  is and ends the run: engines may hold a mixture of weights.
+
+Legend: S tokens of a call, L mixture-of-experts layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from aiohttp import web
+from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
+from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferEngine,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+import agents
+import moe_replay
+from loopback import Branch, Call, Loopback, Parser, Row, Sampling, Session, Template, identity_meters, pack_rows
+
+log = logging.getLogger("rollout")
+
+TRAINABLE = ("ok", "truncated")
+"""Statuses that enter a baseline. The others (agent_error, agent_timeout, engine_error, no_calls) are dropped."""
+LONG_POLL_S = 20.0
+"""A manifest request that finds no full batch is answered 204 after this long; the trainer asks again."""
+GROUP_TIMEOUT_S = 120
+"""Deadline of one collective of the weight-transfer group."""
+
+
+class EngineFailure(RuntimeError):
+    """An engine could not finish a call."""
+
+
+# -------------------------------------------------------------------------------------------------- config
+
+
+def flag(default, help: str):
+    """A config field with its description."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RolloutConfig:
+    """A rollout node. Defaults are those of the toy on a CPU; recipes hold everything else."""
+
+    model: str = flag("", "folder of the model (Hugging Face format) that the engines load at version 0")
+    agent: str = flag("", "Python file that exports AgentRunner")
+    device: str = flag("cpu", "cpu or cuda")
+    dtype: str = flag("float32", "the engines' dtype: float32, bfloat16, ...")
+    engines: int = flag(1, "number of vLLM engines on this node")
+    tensor_parallel: int = flag(1, "GPUs per engine")
+    gpus: str = flag("", "comma-separated GPU ids the engines share out; empty: 0, 1, 2, ...")
+    gpu_memory_utilization: float = flag(0.85, "share of GPU memory an engine may take")
+    kv_cache_gib: float = flag(1.0, "KV cache of an engine on a CPU, GiB")
+    max_model_len: int = flag(1024, "context, tokens")
+    max_tokens: int = flag(96, "cap of sampled tokens per call, where the client asks for none")
+    max_num_seqs: int = flag(128, "sequences an engine decodes at once")
+    temperature: float = flag(1.0, "sampling temperature of training rollouts")
+    tool_parser: str = flag("hermes", "name of vLLM's tool parser; empty: none")
+    reasoning_parser: str = flag("", "name of vLLM's reasoning parser; empty: none")
+    group_size: int = flag(8, "rollouts per task")
+    groups_per_step: int = flag(8, "groups the trainer consumes per optimizer step")
+    max_lag: int = flag(0, "largest lag, in versions, of a token when it is consumed; 0: synchronous")
+    steps: int = flag(0, "optimizer steps of the run: no group beyond them is started; 0: no limit")
+    seed: int = flag(0, "seed of tasks and engines")
+    rollout_timeout_s: float = flag(300.0, "deadline of one rollout, seconds")
+    call_timeout_s: float = flag(240.0, "deadline of one call, seconds, syncs included")
+    sync_timeout_s: float = flag(120.0, "deadline of each phase of a weight sync, seconds")
+    trainer_timeout_s: float = flag(1800.0, "the node ends when no trainer spoke for this long, seconds")
+    control_host: str = flag("127.0.0.1", "address the control API binds")
+    control_port: int = flag(8700, "port of the control API")
+
+
+def validate(cfg: RolloutConfig) -> None:
+    """Refuse what cannot work, before anything starts. Raises ``ValueError`` with the values and the remedy."""
+    if not (Path(cfg.model) / "config.json").is_file():
+        raise ValueError(f"--model {cfg.model!r} holds no config.json; give a model folder (tools/toy.py builds one)")
+    agents.load(cfg.agent)
+    if cfg.device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {cfg.device!r} must be cpu or cuda")
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch sees no GPU; use --device cpu, or install the GPU requirements")
+    for name in ("engines", "tensor_parallel", "group_size", "groups_per_step", "max_tokens", "max_num_seqs"):
+        if vars(cfg)[name] < 1:
+            raise ValueError(f"--{name} {vars(cfg)[name]} must be at least 1")
+    if cfg.max_lag < 0:
+        raise ValueError(f"--max_lag {cfg.max_lag} must be 0 (synchronous) or more")
+    if cfg.temperature <= 0:
+        raise ValueError(
+            f"--temperature {cfg.temperature} must be above 0: greedy rollouts have no log-prob to train on"
+        )
+    if cfg.max_tokens >= cfg.max_model_len:
+        raise ValueError(f"--max_tokens {cfg.max_tokens} leaves no prompt in --max_model_len {cfg.max_model_len}")
+    if not os.environ.get("INSTAR_SECRET"):
+        raise ValueError(
+            "INSTAR_SECRET is not set; export the same random string for the trainer and every rollout node"
+        )
+
+
+# ---------------------------------------------------------------------------------- weight transfer over gloo
+
+
+def gloo_group(address: str, port: int, rank: int, world_size: int) -> dist.ProcessGroupGloo:
+    """A group of the trainer (rank 0) and the engines' workers, apart from any default group."""
+    deadline = timedelta(seconds=GROUP_TIMEOUT_S)
+    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=deadline)
+    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, deadline)
+
+
+class GlooWorker(NCCLWeightTransferEngine):
+    """The worker's side of vLLM's dense weight transfer, with gloo in NCCL's place."""
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        rank = init_info.rank_offset + self.parallel_config.rank
+        self.group = gloo_group(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+
+    def update_weights(self, update_info: dict) -> None:
+        # The parent ends with a device synchronisation, which a CPU has no need of.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info) -> None:
+        def received() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+                tensor = torch.empty(shape, dtype=vars(torch)[dtype])
+                self.group.broadcast(tensor, 0).wait()
+                yield name, tensor
+
+        self.model.load_weights(received())
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        repack_experts(self.model)
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """Prepack expert weights for the CPU kernel again: vLLM 0.30.0's layerwise reload leaves the old packing.
+
+    Without this the experts compute garbage after a sync and nothing raises; the probe is what notices.
+    """
+    for module in model.modules():
+        method = vars(module).get("quant_method")
+        if hasattr(method, "moe_kernel") and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
+
+
+@dataclass
+class GlooTrainerInitInfo(NCCLTrainerInitInfo):
+    """What the trainer's side needs to join."""
+
+    backend = "gloo"
+
+
+class GlooTrainer(NCCLTrainerWeightTransferEngine):
+    """The sender's side; rank 0 of rl.py alone constructs it."""
+
+    @classmethod
+    def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client, source) -> GlooTrainer:
+        engine = cls(client=client, source=source, packed=False)
+        worker = NCCLWeightTransferInitInfo(
+            master_address=init_info.master_address,
+            master_port=init_info.master_port,
+            rank_offset=1,
+            world_size=init_info.world_size,
+        )
+        # The workers block until rank 0 joins, so the request to join runs beside our own joining.
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(client.init_weight_transfer_engine, worker_init_payload(worker))
+            engine.model_update_group = gloo_group(
+                init_info.master_address, init_info.master_port, 0, init_info.world_size
+            )
+            joined.result()
+        return engine
+
+    def _broadcast(self, source, meta) -> None:
+        for _, tensor in self._checked_iter(source, meta):
+            self.model_update_group.broadcast(tensor.contiguous(), 0).wait()
+
+
+class WorkerExtension:
+    """Named by ``worker_extension_cls`` so that each engine's worker imports this file, which registers gloo."""
+
+
+# A spawned process imports this file twice: as __mp_main__, and by name for WorkerExtension. Names register once.
+if __name__ != "__mp_main__":
+    WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
+    WeightTransferTrainerFactory.register_engine("gloo", GlooTrainer)
+
+
+# ------------------------------------------------------------------------------------------ engines and router
+
+
+def engine_args(cfg: RolloutConfig, moe: bool) -> AsyncEngineArgs:
+    """How every engine is started: processed log-probs, token ids in and out, routes when there are experts."""
+    return AsyncEngineArgs(
+        model=cfg.model,
+        dtype=cfg.dtype,
+        tensor_parallel_size=cfg.tensor_parallel,
+        max_model_len=cfg.max_model_len,
+        max_num_seqs=cfg.max_num_seqs,
+        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        enforce_eager=cfg.device == "cpu",
+        enable_prefix_caching=True,
+        enable_return_routed_experts=moe,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        skip_tokenizer_init=True,
+        weight_transfer_config=WeightTransferConfig(backend="nccl" if cfg.device == "cuda" else "gloo"),
+        worker_extension_cls="rollout.WorkerExtension",
+        seed=cfg.seed,
+        disable_log_stats=True,
+    )
+
+
+def start_engines(cfg: RolloutConfig, moe: bool) -> list[AsyncLLM]:
+    """Start the engines, one after another: what tells one engine's process its device is the environment."""
+    engines = []
+    gpus = cfg.gpus.split(",") if cfg.gpus else [str(gpu) for gpu in range(cfg.engines * cfg.tensor_parallel)]
+    for index in range(cfg.engines):
+        if cfg.device == "cuda":
+            mine = gpus[index * cfg.tensor_parallel : (index + 1) * cfg.tensor_parallel]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        else:
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cfg.kv_cache_gib))
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(index % os.cpu_count())
+        log.info("starting engine %d of %d", index + 1, cfg.engines)
+        engines.append(AsyncLLM.from_engine_args(engine_args(cfg, moe)))
+    return engines
+
+
+class Router:
+    """Sends each call to an engine, and stamps each token with the version that sampled it."""
+
+    def __init__(self, engines: list[AsyncLLM], cfg: RolloutConfig, eos_ids: list[int], num_experts: int):
+        self.engines, self.cfg, self.eos_ids, self.num_experts = engines, cfg, eos_ids, num_experts
+        self.version = 0
+        self.admission = asyncio.Event()
+        self.admission.set()
+        self.load = [0] * len(engines)
+        """Tokens asked of each engine and not yet sampled."""
+        self.home: dict[str, int] = {}
+        self.running: set[asyncio.Task] = set()
+        self.sampled = 0
+        """Tokens ever sampled, counted where the engine's output arrives: the ledger's left side."""
+        self.reprefilled = 0
+        """Tokens prefilled again because a sync interrupted their call."""
+        self.ids = count()
+
+    async def generate(self, call: Call) -> None:
+        """Fill ``call`` until it stops, through as many syncs as come. Raises ``EngineFailure``."""
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self.cfg.call_timeout_s):
+                reason = "abort"
+                while reason == "abort":
+                    await self.admission.wait()
+                    reason = await self.request(call)
+        except TimeoutError:
+            raise EngineFailure(f"call not finished in call_timeout_s={self.cfg.call_timeout_s:g}") from None
+        finally:
+            call.seconds = time.monotonic() - started
+        call.finish_reason = reason
+
+    def pick(self, affinity: str) -> int:
+        """The session's own engine (it holds the prefix), else the one with the fewest outstanding tokens."""
+        return self.home.setdefault(affinity, self.load.index(min(self.load)))
+
+    async def request(self, call: Call) -> str:
+        """One engine request over prompt + tokens so far; returns why it ended."""
+        index = self.pick(call.affinity)
+        request_id = f"{next(self.ids)}"
+        task = asyncio.create_task(self.consume(index, request_id, call))
+        self.running.add(task)
+        task.add_done_callback(self.running.discard)
+        try:
+            # Shielded: when the caller goes away, what the engine sampled so far must still be counted.
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await self.engines[index].abort(request_id)
+            raise
+
+    async def consume(self, index: int, request_id: str, call: Call) -> str:
+        """Run one request to its end and append its output to the call."""
+        version, remaining = self.version, call.max_tokens - len(call.token_ids)
+        params = SamplingParams(
+            temperature=call.temperature,
+            top_p=call.top_p,
+            max_tokens=remaining,
+            logprobs=0,
+            stop_token_ids=self.eos_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = TokensPrompt(prompt_token_ids=[*call.prompt_ids, *call.token_ids])
+        self.reprefilled += len(prompt["prompt_token_ids"]) if call.engines else 0
+        self.load[index] += remaining
+        try:
+            async for output in self.engines[index].generate(prompt, params, request_id):
+                final = output.outputs[0]
+        except EngineDeadError as error:
+            raise EngineFailure(f"engine {index} died: {error}") from None
+        finally:
+            self.load[index] -= remaining
+        self.append(call, index, version, final)
+        return final.finish_reason
+
+    def append(self, call: Call, index: int, version: int, final) -> None:
+        """Take over one request's tokens, log-probs and routes. Raises when an invariant does not hold."""
+        if version != self.version:
+            raise EngineFailure(f"a request spanned versions {version} and {self.version} on engine {index}")
+        ids = list(final.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(ids, final.logprobs or [], strict=True)]
+        if not all(math.isfinite(value) for value in logprobs):
+            raise EngineFailure(f"engine {index} returned a log-prob that is not finite: {logprobs}")
+        self.sampled += len(ids)
+        call.token_ids += ids
+        call.logprobs += logprobs
+        call.versions += [version] * len(ids)
+        call.engines.append(index)
+        if self.num_experts and ids:
+            if final.routed_experts is None:
+                raise EngineFailure(f"engine {index} returned no routes for a mixture-of-experts model")
+            routes = np.asarray(final.routed_experts)[: len(call.prompt_ids) + len(call.token_ids) - 1]
+            moe_replay.check_routes(routes, self.num_experts)
+            call.routes.append(routes.astype(moe_replay.route_dtype(self.num_experts)))
+
+    async def settle(self) -> None:
+        """Wait until nothing runs on any engine."""
+        if self.running:
+            await asyncio.wait(self.running)
+
+    async def pause(self) -> None:
+        """Close admission and empty the engines; the calls keep what they have and wait."""
+        self.admission.clear()
+        # A request that was on its way when the engine paused would be queued there and be sampled by the next
+        # weights: abort again until nothing is left.
+        while True:
+            await asyncio.gather(*(engine.pause_generation(mode="abort") for engine in self.engines))
+            if not self.running:
+                return
+            await asyncio.wait(self.running, timeout=0.5)
+
+
+# ------------------------------------------------------------------------------------- rollouts and scheduler
+
+
+@dataclass
+class Rollout:
+    """One attempt at a task, ended."""
+
+    rollout_id: str
+    task_id: str
+    status: str
+    reward: float
+    rows: list[Row]
+    sampled: int
+    """Sampled tokens in ``rows``."""
+    session: Session
+    info: dict
+    seconds: float
+
+    @property
+    def oldest(self) -> int:
+        """The smallest version among its sampled tokens."""
+        return min(int(row.versions[row.sampled].min()) for row in self.rows)
+
+
+@dataclass
+class Group:
+    """The ended rollouts of one task."""
+
+    group_id: int
+    rollouts: list[Rollout]
+
+
+class SessionContext:
+    """The agent's view of its session (``agents.Context``)."""
+
+    def __init__(self, session: Session, url: str, split: str):
+        self._session, self.session_url, self.base_url, self.split = session, url, f"{url}/v1", split
+
+    async def chat(self, messages: list[agents.Message], tools: list[dict]) -> agents.Reply:
+        return await self._session.turn(messages, tools, "env")
+
+
+class Ledger:
+    """Where every sampled token went, by reason, since the node started."""
+
+    def __init__(self):
+        self.dropped: Counter[str] = Counter()
+        self.handed = 0
+        """Sampled tokens in rows that a manifest listed."""
+
+
+class Player:
+    """Plays rollouts: one agent instance, one session, one status each."""
+
+    def __init__(self, cfg: RolloutConfig, loopback: Loopback, router: Router, ledger: Ledger):
+        self.cfg, self.loopback, self.router, self.ledger = cfg, loopback, router, ledger
+        self.agent = agents.load(cfg.agent)
+        self.live: set[Session] = set()
+        self.failures: Counter[str] = Counter()
+
+    async def play(self, task: agents.Task, rollout_id: str, group_id: int, sampling: Sampling, split: str) -> Rollout:
+        """Play one rollout to its end. Its sampled tokens are afterwards in its rows or in ``ledger.dropped``."""
+        session = self.loopback.open(sampling)
+        self.live.add(session)
+        try:
+            return await self.attempt(session, task, rollout_id, group_id, split)
+        except asyncio.CancelledError:
+            await self.end(session, "run_end")
+            raise
+
+    async def attempt(self, session: Session, task: agents.Task, rollout_id: str, group_id: int, split: str) -> Rollout:
+        """Run the agent, find the status, close the session."""
+        started, result = time.monotonic(), agents.Result()
+        try:
+            async with asyncio.timeout(self.cfg.rollout_timeout_s):
+                result = await self.agent().run(task, SessionContext(session, self.loopback.url(session), split))
+                status = self.status(session, result)
+        except TimeoutError:
+            status = "engine_error" if session.failure else "agent_timeout"
+        except Exception as error:  # an agent is any program: whatever it raises becomes the rollout's status
+            status = "engine_error" if session.failure else "agent_error"
+            if self.failures[status] < 5:
+                log.error("rollout %s: %s", rollout_id, status, exc_info=error)
+        self.failures[status] += 1
+        return await self.finish(session, task, rollout_id, group_id, status, result, time.monotonic() - started)
+
+    def status(self, session: Session, result: agents.Result) -> str:
+        """The status of a rollout whose agent returned. Raises ``ValueError`` for a result that is no result."""
+        if not (isinstance(result, agents.Result) and math.isfinite(result.reward)):
+            raise ValueError(f"run() must return a Result with a finite reward, got {result!r}")
+        if session.failure:
+            return "engine_error"
+        if not any(call.committed for call in session.calls):
+            return "no_calls"
+        return "truncated" if result.truncated else "ok"
+
+    async def end(self, session: Session, reason: str) -> None:
+        """Close the session and drop all it sampled."""
+        self.loopback.close(session)
+        await self.router_idle(session)
+        self.ledger.dropped[reason] += session.sampled
+        self.live.discard(session)
+
+    async def router_idle(self, session: Session) -> None:
+        """Wait for engine requests of calls that lost their client: their tokens are still being counted."""
+        if any(not call.committed for call in session.calls):
+            await asyncio.wait_for(self.router.settle(), self.cfg.call_timeout_s)
+
+    async def finish(self, session, task, rollout_id, group_id, status, result, seconds) -> Rollout:
+        """Turn an ended session into a ``Rollout``."""
+        if status not in TRAINABLE:
+            await self.end(session, status)
+            return Rollout(rollout_id, task.task_id, status, 0.0, [], 0, session, {}, seconds)
+        self.loopback.close(session)
+        await self.router_idle(session)
+        rows = session.rows(rollout_id, group_id, task.task_id)
+        for row in rows:
+            row.reward, row.status, row.truncated = result.reward, status, result.truncated
+        self.ledger.dropped["disconnect"] += session.uncommitted
+        self.live.discard(session)
+        sampled = sum(int(row.sampled.sum()) for row in rows)
+        return Rollout(rollout_id, task.task_id, status, result.reward, rows, sampled, session, result.info, seconds)
+
+
+class Scheduler:
+    """Tasks become groups of rollouts, never more than the staleness bound allows."""
+
+    def __init__(self, cfg: RolloutConfig, player: Player, router: Router, ledger: Ledger):
+        self.cfg, self.player, self.router, self.ledger = cfg, player, router, ledger
+        self.ready: deque[Group] = deque()
+        self.started = self.groups_dropped = 0
+        self.changed = asyncio.Event()
+        self.groups: set[asyncio.Task] = set()
+
+    @property
+    def submitted(self) -> int:
+        """Groups started and not dropped."""
+        return self.started - self.groups_dropped
+
+    @property
+    def bound(self) -> int:
+        """``submitted`` never exceeds ``(max_lag + 1 + version) * groups_per_step``.
+
+        Proof that lag is then at most max_lag: the step at version v consumes groups v*G .. (v+1)*G - 1 in the order
+        they were started, so group i is consumed at version floor(i/G); it was started at a version u with
+        i < (max_lag + 1 + u) * G, hence floor(i/G) <= max_lag + u. Finished groups may overtake a slow one; the
+        slow one's lag is then checked when it is consumed (``collect``), and it is dropped as stale.
+        """
+        limit = (self.cfg.max_lag + 1 + self.router.version) * self.cfg.groups_per_step
+        return min(limit, self.cfg.steps * self.cfg.groups_per_step) if self.cfg.steps else limit
+
+    def tasks(self) -> Iterator[agents.Task]:
+        """The train split, again and again when it is finite. Raises ``ValueError`` when it is empty."""
+        for epoch in count():
+            task = None
+            for task in self.player.agent.tasks("train", self.cfg.seed + epoch):
+                yield task
+            if task is None:
+                raise ValueError(f"{self.cfg.agent} has no tasks in its train split")
+
+    async def run(self) -> None:
+        """Start groups while the bound allows, for ever."""
+        tasks = self.tasks()
+        while True:
+            while self.submitted < self.bound:
+                group = asyncio.create_task(self.play_group(self.started, next(tasks)))
+                self.started += 1
+                self.groups.add(group)
+                group.add_done_callback(self.groups.discard)
+            self.changed.clear()
+            await self.changed.wait()
+            for group in [group for group in self.groups if group.done()]:
+                group.result()
+
+    async def play_group(self, group_id: int, task: agents.Task) -> None:
+        """The rollouts of one task, side by side."""
+        cfg = self.cfg
+        sampling = Sampling(cfg.temperature, 1.0, cfg.max_tokens, fixed=True)
+        try:
+            async with asyncio.TaskGroup() as group:
+                plays = [
+                    group.create_task(self.player.play(task, f"{group_id}-{index}", group_id, sampling, "train"))
+                    for index in range(cfg.group_size)
+                ]
+            self.ready.append(Group(group_id, [play.result() for play in plays]))
+        finally:
+            self.changed.set()
+
+    def collect(self) -> list[Group] | None:
+        """``groups_per_step`` finished groups, oldest first, for the current version; None while there are too few.
+
+        Consumption is here: rollouts whose oldest token lags by more than ``max_lag`` are dropped as stale, and a
+        group left with no trainable rollout is dropped whole, so the scheduler replaces it.
+        """
+        kept: list[Group] = []
+        for group in sorted(self.ready, key=lambda group: group.group_id):
+            self.drop_stale(group)
+            if any(rollout.status in TRAINABLE for rollout in group.rollouts):
+                kept.append(group)
+            else:
+                self.ready.remove(group)
+                self.groups_dropped += 1
+                self.changed.set()
+        batch = kept[: self.cfg.groups_per_step]
+        if len(batch) < self.cfg.groups_per_step:
+            return None
+        for group in batch:
+            self.ready.remove(group)
+        return batch
+
+    def drop_stale(self, group: Group) -> None:
+        """Drop rollouts that are too old to train on."""
+        for rollout in group.rollouts:
+            if rollout.rows and self.router.version - rollout.oldest > self.cfg.max_lag:
+                self.ledger.dropped["stale"] += rollout.sampled
+                rollout.status, rollout.rows, rollout.sampled = "stale", [], 0
+
+    @property
+    def pending(self) -> int:
+        """Sampled tokens that are neither handed out nor dropped: in running sessions and in finished groups."""
+        running = sum(session.sampled for session in self.player.live)
+        return running + sum(rollout.sampled for group in self.ready for rollout in group.rollouts)
+
+
+# ---------------------------------------------------------------------------------------------- control API
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Callable) -> web.StreamResponse:
+    """401 without the shared secret; a fault of the request or of a sync phase answers in one line."""
+    given = request.headers.get("x-instar-secret", "")
+    if not hmac.compare_digest(given, os.environ["INSTAR_SECRET"]):
+        return web.Response(status=401, text="missing or wrong x-instar-secret")
+    request.app["node"].last_seen = time.monotonic()
+    try:
+        return await handler(request)
+    except (ValueError, KeyError) as error:
+        return web.Response(status=400, text=f"{type(error).__name__}: {error}")
+    except (RuntimeError, OSError, TimeoutError) as error:
+        log.error("%s failed", request.path, exc_info=error)
+        return web.Response(status=500, text=f"{request.path}: {type(error).__name__}: {error}")
+
+
+class Node:
+    """The whole node: what it holds, its control API, its start and stop."""
+
+    def __init__(self, cfg: RolloutConfig):
+        self.cfg = cfg
+        self.stop = asyncio.Event()
+        self.failure: str | None = None
+        self.last_seen = time.monotonic()
+        self.engines: list[AsyncLLM] = []
+        self.ready = False
+        self.engine_seconds = 0.0
+        self.handed: dict[str, Row] = {}
+        self.snapshot = {"sampled": 0, "pending": 0, "dropped": Counter()}
+        self.background: list[asyncio.Task] = []
+
+    def fail(self, cause: str) -> None:
+        """End the node with one line."""
+        self.failure = self.failure or cause
+        self.stop.set()
+
+    # -- life
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises ``RuntimeError`` naming the cause when something failed."""
+        async with self.control():
+            try:
+                await self.start()
+                await self.stop.wait()
+            finally:
+                await self.shut()
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    @asynccontextmanager
+    async def control(self) -> AsyncIterator[None]:
+        """The control API listens first, so that a taken port is known before engines are paid for."""
+        app = web.Application(middlewares=[guard], client_max_size=64 * 2**20)
+        app["node"] = self
+        app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.get("/manifest", self.manifest),
+                web.post("/rows", self.rows),
+                web.post("/evaluate", self.evaluate),
+                web.post("/sync/connect", self.connect),
+                web.post("/sync/begin", self.begin),
+                web.post("/sync/start", self.start_update),
+                web.post("/sync/update", self.update),
+                web.post("/sync/finish", self.finish_update),
+                web.post("/sync/probe", self.probe),
+                web.post("/sync/commit", self.commit),
+                web.post("/finish", self.finish),
+                web.post("/shutdown", self.shutdown),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.cfg.control_host, self.cfg.control_port).start()
+        except OSError as error:
+            raise RuntimeError(f"cannot listen on {self.cfg.control_host}:{self.cfg.control_port}: {error.strerror}; "
+                               "choose another --control_port") from None  # fmt: skip
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def start(self) -> None:
+        """Engines, loopback, scheduler, watchdog."""
+        cfg, began = self.cfg, time.monotonic()
+        counts = moe_replay.expert_counts(AutoConfig.from_pretrained(cfg.model).get_text_config())
+        # In a thread, so that the control API answers and signals arrive meanwhile.
+        self.engines = await asyncio.to_thread(start_engines, cfg, counts is not None)
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+        eos_ids = end_ids(cfg.model, tokenizer)
+        template = Template(tokenizer, eos_ids)
+        self.ledger = Ledger()
+        self.router = Router(self.engines, cfg, eos_ids, counts[0] if counts else 0)
+        parser = Parser(tokenizer, cfg.tool_parser, cfg.reasoning_parser)
+        self.loopback = Loopback(template, parser, self.router.generate, Path(cfg.model).name, cfg.max_model_len)
+        await self.loopback.start()
+        self.player = Player(cfg, self.loopback, self.router, self.ledger)
+        self.scheduler = Scheduler(cfg, self.player, self.router, self.ledger)
+        self.engine_seconds = time.monotonic() - began
+        self.last_seen = time.monotonic()
+        self.background = [asyncio.create_task(self.scheduler.run()), asyncio.create_task(self.watch())]
+        for task in self.background:
+            task.add_done_callback(self.background_ended)
+        self.ready = True
+        log.info(
+            "ready after %.1f s: %d engine(s), loopback on port %d",
+            self.engine_seconds,
+            cfg.engines,
+            self.loopback.port,
+        )
+
+    def background_ended(self, task: asyncio.Task) -> None:
+        """A background loop never ends by itself."""
+        if not task.cancelled():
+            self.fail(f"{task.get_coro().__qualname__}: {task.exception()!r}")
+
+    async def watch(self) -> None:
+        """Notice a dead engine or a silent trainer, once a second."""
+        while True:
+            await asyncio.sleep(1.0)
+            dead = [index for index, engine in enumerate(self.engines) if engine.errored]
+            if dead:
+                raise EngineFailure(f"engine {dead[0]} died; its own last words are above in this log")
+            silent = time.monotonic() - self.last_seen
+            if silent > self.cfg.trainer_timeout_s:
+                raise TimeoutError(f"no trainer spoke for {silent:.0f} s (trainer_timeout_s)")
+
+    async def shut(self) -> None:
+        """Stop what was started, in the reverse order."""
+        self.ready = False
+        for task in self.background:
+            task.cancel()
+        await self.cancel_rollouts()
+        if self.background:
+            await self.loopback.stop()
+        for engine in self.engines:
+            engine.shutdown()
+
+    async def cancel_rollouts(self) -> None:
+        """End what is in flight; its tokens are dropped with reason ``run_end``."""
+        if not self.background:
+            return
+        self.background[0].remove_done_callback(self.background_ended)
+        self.background[0].cancel()
+        groups = list(self.scheduler.groups)
+        for group in groups:
+            group.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)
+        for group in self.scheduler.ready:
+            for rollout in group.rollouts:
+                self.ledger.dropped["run_end"] += rollout.sampled
+        self.scheduler.ready.clear()
+
+    # -- rows
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET: what the node is, and whether it is ready."""
+        return web.json_response(
+            {
+                "ready": self.ready,
+                "version": self.router.version if self.ready else 0,
+                "workers": self.cfg.engines * self.cfg.tensor_parallel,
+                "engine_seconds": self.engine_seconds,
+                "groups_per_step": self.cfg.groups_per_step,
+                "group_size": self.cfg.group_size,
+                "max_lag": self.cfg.max_lag,
+                "temperature": self.cfg.temperature,
+            }
+        )
+
+    async def manifest(self, request: web.Request) -> web.Response:
+        """GET ?version=v: the next batch, for a trainer at version v; 204 when it is not complete yet."""
+        version = int(request.query["version"])
+        if version != self.router.version:
+            raise ValueError(f"trainer is at version {version}, this node at {self.router.version}")
+        self.handed.clear()
+        end = time.monotonic() + LONG_POLL_S
+        while (batch := self.scheduler.collect()) is None:
+            if time.monotonic() > end:
+                return web.Response(status=204)
+            await asyncio.sleep(0.01)
+        self.handed = {row.row_id: row for group in batch for rollout in group.rollouts for row in rollout.rows}
+        self.ledger.handed += sum(rollout.sampled for group in batch for rollout in group.rollouts)
+        sessions = [rollout.session for group in batch for rollout in group.rollouts if rollout.rows]
+        body = {
+            "version": version,
+            "groups": [describe(group) for group in batch],
+            "ledger": self.ledger_delta(),
+            "meters": identity_meters(sessions) | self.rollout_meters(batch),
+        }
+        return web.json_response(body)
+
+    def rollout_meters(self, batch: list[Group]) -> dict[str, float]:
+        """``rollout/*`` of a batch."""
+        rollouts = [rollout for group in batch for rollout in group.rollouts]
+        good = [rollout for rollout in rollouts if rollout.status in TRAINABLE]
+        info = Counter()
+        for rollout in good:
+            info.update({f"rollout/{name}": value / len(good) for name, value in rollout.info.items()})
+        statuses = Counter(rollout.status for rollout in rollouts)
+        return {
+            **{f"rollout/status/{status}": number for status, number in statuses.items()},
+            **info,
+            "rollout/calls": sum(len(rollout.session.calls) for rollout in good) / len(good),
+            "rollout/seconds": sum(rollout.seconds for rollout in good) / len(good),
+            "rollout/reprefilled_tokens": self.router.reprefilled,
+        }
+
+    def ledger_delta(self) -> dict:
+        """The node's side of a step's ledger line. Raises ``RuntimeError`` when its own totals do not balance."""
+        ledger, sampled, pending = self.ledger, self.router.sampled, self.scheduler.pending
+        dropped = sum(ledger.dropped.values())
+        if sampled != ledger.handed + dropped + pending:
+            self.fail(
+                f"ledger: sampled {sampled} != handed {ledger.handed} + dropped {dict(ledger.dropped)} + pending {pending}"
+            )
+            raise RuntimeError(self.failure)
+        before = self.snapshot
+        self.snapshot = {"sampled": sampled, "pending": pending, "dropped": Counter(ledger.dropped)}
+        return {
+            "sampled": sampled - before["sampled"],
+            "pending_before": before["pending"],
+            "pending_after": pending,
+            "dropped": dict(ledger.dropped - before["dropped"]),
+        }
+
+    async def rows(self, request: web.Request) -> web.Response:
+        """POST {ids}: those rows of the last manifest, as safetensors bytes."""
+        ids = (await request.json())["ids"]
+        return web.Response(
+            body=pack_rows([self.handed[name] for name in ids]), content_type="application/octet-stream"
+        )
+
+    async def evaluate(self, request: web.Request) -> web.Response:
+        """POST {limit, temperature}: one rollout per task of the "eval" split, at the current version."""
+        asked = await request.json()
+        sampling = Sampling(asked["temperature"], 1.0, self.cfg.max_tokens, fixed=True)
+        tasks = list(islice(self.player.agent.tasks("eval", self.cfg.seed), asked["limit"]))
+        rollouts = await asyncio.gather(
+            *(self.player.play(task, f"eval-{index}", -1, sampling, "eval") for index, task in enumerate(tasks))
+        )
+        self.ledger.dropped["eval"] += sum(rollout.sampled for rollout in rollouts)
+        scored = [rollout for rollout in rollouts if rollout.status in TRAINABLE]
+        if not scored:
+            raise RuntimeError(f"no evaluation rollout succeeded: {dict(Counter(r.status for r in rollouts))}")
+        return web.json_response(
+            {
+                "version": self.router.version,
+                "reward": sum(rollout.reward for rollout in scored) / len(scored),
+                "rollouts": len(rollouts),
+                "failed": len(rollouts) - len(scored),
+            }
+        )
+
+    # -- weight sync, in the order the trainer calls it
+
+    async def on_engines(self, act: Callable) -> None:
+        """Do one thing on every engine, within the deadline of a sync phase."""
+        async with asyncio.timeout(self.cfg.sync_timeout_s):
+            await asyncio.gather(*(act(index, engine) for index, engine in enumerate(self.engines)))
+
+    async def connect(self, request: web.Request) -> web.Response:
+        """Join the transfer group. Each engine's workers take the next ranks after ``rank_offset``."""
+        info = await request.json()
+
+        async def join(index: int, engine: AsyncLLM) -> None:
+            offset = info["rank_offset"] + index * self.cfg.tensor_parallel
+            mine = WeightTransferInitRequest(init_info=info | {"rank_offset": offset})
+            await engine.init_weight_transfer_engine(mine)
+
+        await self.on_engines(join)
+        return web.json_response({})
+
+    async def begin(self, request: web.Request) -> web.Response:
+        """Close admission; keep partial outputs."""
+        async with asyncio.timeout(self.cfg.sync_timeout_s):
+            await self.router.pause()
+        return web.json_response({})
+
+    async def start_update(self, request: web.Request) -> web.Response:
+        """The engines make ready to load."""
+        await self.on_engines(lambda _, engine: engine.start_weight_update())
+        return web.json_response({})
+
+    async def update(self, request: web.Request) -> web.Response:
+        """The engines receive; runs beside the trainer's broadcast."""
+        info = WeightTransferUpdateRequest(update_info=await request.json())
+        await self.on_engines(lambda _, engine: engine.update_weights(info))
+        return web.json_response({})
+
+    async def finish_update(self, request: web.Request) -> web.Response:
+        """The engines put the weights to use. No old key or value may serve them: a failed cache reset raises."""
+
+        async def put_to_use(index: int, engine: AsyncLLM) -> None:
+            await engine.finish_weight_update()
+            if not await engine.reset_prefix_cache():
+                raise RuntimeError(f"engine {index} did not reset its prefix cache")
+
+        await self.on_engines(put_to_use)
+        return web.json_response({})
+
+    async def probe(self, request: web.Request) -> web.Response:
+        """Every engine samples from the given prompts; admission stays closed. Returns ids, log-probs and routes."""
+        asked = await request.json()
+        calls: list[Call] = []
+
+        async def sample(index: int, engine: AsyncLLM) -> None:
+            await engine.resume_generation()
+            mine = [Call(-1, "probe", prompt, asked["max_tokens"], 1.0, 1.0, "") for prompt in asked["prompts"]]
+            calls.extend(mine)
+            await asyncio.gather(*(self.router.consume(index, f"probe-{next(self.router.ids)}", call) for call in mine))
+
+        await self.on_engines(sample)
+        self.ledger.dropped["probe"] += sum(len(call.token_ids) for call in calls)
+        body = pack_rows([probe_row(call) for call in calls])
+        return web.Response(body=body, content_type="application/octet-stream")
+
+    async def commit(self, request: web.Request) -> web.Response:
+        """The version becomes ``version`` (or stays, after the first probe); calls go on."""
+        version = (await request.json())["version"]
+        if version - self.router.version not in (0, 1):
+            raise ValueError(f"cannot commit version {version} after {self.router.version}")
+        self.router.version = version
+        self.router.admission.set()
+        self.scheduler.changed.set()
+        return web.json_response({})
+
+    # -- end
+
+    async def finish(self, request: web.Request) -> web.Response:
+        """POST: drop what is in flight and return the last piece of the ledger."""
+        await self.cancel_rollouts()
+        return web.json_response(self.ledger_delta())
+
+    async def shutdown(self, request: web.Request) -> web.Response:
+        """POST: end the node."""
+        self.stop.set()
+        return web.json_response({})
+
+
+def probe_row(call: Call) -> Row:
+    """A probe's call as a row, with the arrays a rollout's row has."""
+    branch = Branch("")
+    branch.add_context(call.prompt_ids)
+    branch.add_sampled(call)
+    for routes in call.routes:
+        branch.add_routes(routes)
+    return Row("probe", "probe", -1, "probe", **branch.row_arrays(), temperature=call.temperature)
+
+
+def describe(group: Group) -> dict:
+    """A group as the manifest lists it: enough for rank 0 to balance rows and compute advantages."""
+    return {
+        "group_id": group.group_id,
+        "rollouts": [
+            {
+                "rollout_id": rollout.rollout_id,
+                "task_id": rollout.task_id,
+                "status": rollout.status,
+                "reward": rollout.reward,
+                "rows": [
+                    {"row_id": row.row_id, "tokens": len(row), "sampled": int(row.sampled.sum())}
+                    for row in rollout.rows
+                ],
+            }
+            for rollout in group.rollouts
+        ],
+    }
+
+
+def end_ids(model: str, tokenizer) -> list[int]:
+    """Every id that ends a turn: the tokenizer's, and those of generation_config.json."""
+    ids = {tokenizer.eos_token_id}
+    path = Path(model) / "generation_config.json"
+    if path.is_file():
+        declared = json.loads(path.read_text()).get("eos_token_id")
+        ids |= set(declared) if isinstance(declared, list) else {declared}
+    return sorted(ids - {None})
+
+
+async def serve(cfg: RolloutConfig) -> None:
+    """Run a node until it ends; SIGTERM and SIGINT end it too."""
+    node = Node(cfg)
+    loop = asyncio.get_running_loop()
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sign, node.fail, f"stopped by {sign.name}")
+    await node.run()
+
+
+def main() -> None:
+    """Entry point: any failure ends in one line that names the cause."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    # vLLM's parsers log a traceback for each malformed tool call; malformed calls are data here.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    try:
+        (cfg,) = HfArgumentParser(RolloutConfig).parse_args_into_dataclasses()
+        validate(cfg)
+        asyncio.run(serve(cfg))
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"rollout.py: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
