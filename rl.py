@@ -342,13 +342,17 @@ class Policy(nn.Module):
 
 
 def shard(policy: Policy, cfg: TrainConfig, ranks: Ranks) -> Policy:
-    """FSDP2: one unit per decoder layer, the rest (embedding, norm, head) in the root's."""
+    """FSDP2: one unit per decoder layer, the rest (embedding, norm, head) in the root's.
+
+    The root, too, gives its full parameters up after a forward: whoever lists parameters between forwards (the
+    optimizer, the weight sync) then always finds shards, never a full copy whose memory is about to be freed.
+    """
     policy.to(ranks.device)
     mixed = MixedPrecisionPolicy(param_dtype=vars(torch)[cfg.dtype], reduce_dtype=torch.float32)
     for module in list(policy.modules()):
         if type(module).__name__ in policy.model._no_split_modules:
             fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
-    return fully_shard(policy, mesh=ranks.mesh, mp_policy=mixed)
+    return fully_shard(policy, mesh=ranks.mesh, mp_policy=mixed, reshard_after_forward=True)
 
 
 def make_replay(policy: Policy, cfg: TrainConfig, device: torch.device) -> moe_replay.RouteReplay | None:
@@ -777,6 +781,7 @@ def evaluate(cfg: TrainConfig, ranks: Ranks, nodes: Nodes) -> float | None:
 
 def make_optimizer(policy: Policy, cfg: TrainConfig):
     """AdamW with warm-up."""
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
     betas = (cfg.beta1, cfg.beta2)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=betas, weight_decay=cfg.weight_decay)
 

@@ -66,6 +66,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -195,9 +196,8 @@ def repack_experts(model: torch.nn.Module) -> None:
     Without this the experts compute garbage after a sync and nothing raises; the probe is what notices.
     """
     for module in model.modules():
-        method = vars(module).get("quant_method")
-        if hasattr(method, "moe_kernel") and method.moe_kernel is not None:
-            method.moe_kernel.fused_experts.process_weights_after_loading(module)
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 @dataclass

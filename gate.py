@@ -1,0 +1,545 @@
+"""Every number that multiplies a gradient: advantages, ratios, the gate, weights, the loss, its denominator, KL.
+
+Pure functions of tensors: no I/O, no config object, no state, no torch.distributed. The path of a number:
+
+    reward_N ──▶ advantages ──▶ token_advantages ─────────────────────────┐
+    logits_TV ─▶ token_logprobs ─▶ log_ratio ─▶ gate ─▶ Decision ─────────┼─▶ surrogate ─▶ policy_loss ─▶ backward
+    version_T ─▶ lag ──────────────────────────▶  │                       │                   ▲
+                                                  └─▶ kept_per_group, denominator (Σ over ranks before backward)
+
+Shape suffixes:
+    T  tokens of a batch, its rows laid end to end       V  vocabulary
+    N  rollouts                                          G  groups
+Masks: trained_T  bool, the token was sampled and is trained by rule (prompt, tool text, closing ids are False)
+       keep_T     bool, trained and survived the gate
+Index tensors: rollout_T  int64, which rollout (0..N-1) a token belongs to, whatever row carries it
+               group_T    int64, which group (0..G-1, dense over the whole batch, equal on every rank)
+
+A number that is not finite where it is trained raises ValueError with its position and values. Where it is
+masked it is replaced by torch.where *before* any exp, so that neither the loss nor autograd ever sees it
+(0 · NaN is NaN in a backward pass, so masking a loss afterwards would be too late).
+Log-probs and log-ratios are in nats; lags are in optimizer steps. float64 inputs stay float64.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+REASONS = ("kept", "masked", "ratio_low", "ratio_high", "stale")
+KEPT, MASKED, RATIO_LOW, RATIO_HIGH, STALE = range(len(REASONS))
+
+ADVANTAGES = ("reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
+LEVELS = ("off", "token", "seq", "geo")
+MODES = ("mask", "clip", "trunc")
+DENOMINATORS = ("token", "rollout", "group", "constant")
+SURROGATES = ("reinforce", "ppo")
+KLS = ("k1", "k2", "k3")
+
+GRPO_EPSILON = 1e-6
+LAG_BINS = 8
+
+# tis           min(r_t, 2). Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+#               Training", with their C = 2.
+# icepop        r_t inside [0.5, 5], else the token is gated. Ring-1T, arXiv 2510.18855, eq. for M(k).
+# seq_mask_tis  the rollout is gated unless its geometric-mean ratio lies in [0.5, 2]; survivors carry their raw r_t,
+#               untruncated in spite of the name, as OpenRLHF, Molt and NeMo-RL define it (after Liu et al. 2025,
+#               "When Speed Kills Stability"). Departures: those default to [0.5, 5] or narrower bands, this band is
+#               symmetric in log space; the mean runs over all rows of a rollout, not over one row.
+PRESETS = {
+    "off": {"level": "off", "mode": "mask", "low": 0.0, "high": math.inf},
+    "tis": {"level": "token", "mode": "trunc", "low": 0.0, "high": 2.0},
+    "icepop": {"level": "token", "mode": "mask", "low": 0.5, "high": 5.0},
+    "seq_mask_tis": {"level": "geo", "mode": "mask", "low": 0.5, "high": 2.0},
+}
+
+
+class Decision(NamedTuple):
+    """What the gate decided for each token."""
+
+    keep_T: Tensor
+    """bool: trained and survived."""
+    weight_T: Tensor
+    """float, detached: the importance weight that multiplies the surrogate; exactly 0 where not kept."""
+    reason_T: Tensor
+    """int8 index into REASONS; `masked` means not trained by rule."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Refusals and reductions shared by everything below
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _one_of(what: str, value: str, known) -> None:
+    if value not in known:
+        raise ValueError(f"{what} is {value!r}; known: {', '.join(known)}")
+
+
+def _same_length(**tensors_T: Tensor) -> None:
+    shapes = {name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in tensors_T.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 or isinstance(shape, str) for shape in shapes.values()):
+        raise ValueError(f"expected 1-D tensors of one length, got {shapes}")
+
+
+def _refuse(bad_T: Tensor, why: str, **values_T: Tensor) -> None:
+    """Raise ValueError naming the first position where bad_T holds and every named value there."""
+    if bad_T.any():
+        position = int(bad_T.nonzero()[0])
+        values = ", ".join(f"{name}={x[position].item()!r}" for name, x in values_T.items())
+        raise ValueError(f"{why}: position {position} has {values} ({int(bad_T.sum())} such positions)")
+
+
+def _refuse_non_finite(where_T: Tensor, **values_T: Tensor) -> None:
+    """Raise ValueError if any of the values is NaN or infinite at a position where where_T holds."""
+    bad_T = torch.zeros_like(where_T)
+    for x in values_T.values():
+        bad_T = bad_T | ~torch.isfinite(x)
+    _refuse(where_T & bad_T, f"{' or '.join(values_T)} is not finite where it counts", **values_T)
+
+
+def _extent(index_T: Tensor) -> int:
+    """Number of bins that a dense index needs: its maximum + 1, 0 when empty."""
+    _refuse(index_T < 0, "an index is negative", index=index_T)
+    return int(index_T.max()) + 1 if index_T.numel() else 0
+
+
+def _sum_by(index_T: Tensor, value_T: Tensor, bins: int) -> Tensor:
+    return torch.zeros(bins, dtype=value_T.dtype, device=value_T.device).index_add(0, index_T, value_T)
+
+
+def _max_by(index_T: Tensor, value_T: Tensor, bins: int) -> Tensor:
+    empty = torch.zeros(bins, dtype=value_T.dtype, device=value_T.device)
+    return empty.scatter_reduce(0, index_T, value_T, "amax", include_self=False)
+
+
+def _percentile(sorted_T: Tensor, percent: int) -> float:
+    """Nearest-rank percentile (an element of the data), NaN when empty. torch.quantile stops at 2^24 elements."""
+    count = len(sorted_T)
+    return float(sorted_T[(percent * count + 99) // 100 - 1]) if count else math.nan
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Log-probs and advantages
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def token_logprobs(logits_TV: Tensor, target_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target under the distribution that was sampled from, and that distribution's entropy.
+
+    logp_T = log_softmax(logits_TV / temperature_T)[target_T]; entropy_T = −Σ_v p log p at the same temperature.
+    Nats, float32 (float64 for float64 logits), both differentiable. The logits are divided, not the log-probs:
+    only then is this what an engine with processed_logprobs recorded. A vocabulary entry at −inf adds no entropy.
+    Give it trained positions only: a NaN logit yields a NaN log-prob, which `log_ratio` refuses.
+    Raises ValueError when lengths differ or a temperature is not positive and finite.
+
+    >>> logp_T, _ = token_logprobs(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), torch.tensor([0.5]))
+    >>> round(logp_T.item(), 4)
+    -0.1269
+    """
+    _same_length(logits=logits_TV[..., 0], target=target_T, temperature=temperature_T)
+    positive_T = (temperature_T > 0) & torch.isfinite(temperature_T)
+    _refuse(~positive_T, "temperature must be positive and finite", temperature=temperature_T)
+    logits_TV = logits_TV.float() if logits_TV.dtype.itemsize < 4 else logits_TV
+    logp_TV = torch.log_softmax(logits_TV / temperature_T.to(logits_TV.dtype)[:, None], dim=-1)
+    p_TV = logp_TV.exp()
+    entropy_T = -(p_TV * logp_TV.masked_fill(p_TV == 0, 0.0)).sum(-1)
+    return logp_TV.gather(1, target_T.long()[:, None]).squeeze(1), entropy_T
+
+
+def advantages(kind: str, reward_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> Tensor:
+    """Advantage of each *rollout* of the whole batch; rows do not enter, so a rollout with four rows counts once.
+
+    With R over the valid rollouts of a group, n their number:
+      reinforce           R                                     Williams 1992
+      reinforce_baseline  R − mean of the batch                 Williams 1992; not whitened, not REINFORCE++
+      rloo                R − mean of the n − 1 others          Kool et al. 2019; arXiv 2402.14740
+      grpo                (R − mean) / (std + 1e-6)             arXiv 2402.03300; std over n − 1, as in TRL and verl
+      dr_grpo             R − mean                              arXiv 2503.20783
+    reward_N float[N] in the task's unit, group_N int64[N] any ids, valid_N bool[N] (None: all). A rollout that is
+    not valid (a crash) enters no baseline and gets exactly 0, as does every rollout whose baseline has one valid
+    rollout or no spread: never NaN, and never the rounding error of a mean.
+    Raises ValueError when lengths differ, rewards are not floating, or a valid reward is not finite.
+
+    >>> advantages("dr_grpo", torch.tensor([1.0, 0.0, 0.0]), torch.tensor([7, 7, 7])).tolist()
+    [0.6666666269302368, -0.3333333432674408, -0.3333333432674408]
+    """
+    _one_of("advantage", kind, ADVANTAGES)
+    valid_N = torch.ones_like(group_N, dtype=torch.bool) if valid_N is None else valid_N
+    _same_length(reward=reward_N, group=group_N, valid=valid_N)
+    if not reward_N.is_floating_point():
+        raise ValueError(f"rewards must be floating, got {reward_N.dtype}")
+    _refuse_non_finite(valid_N, reward=reward_N)
+    reward_N = torch.where(valid_N, reward_N, 0.0)
+    if kind == "reinforce":
+        return reward_N
+    cohort_N = group_N.unique(return_inverse=True)[1]
+    return _centred(kind, reward_N, torch.zeros_like(cohort_N) if kind == "reinforce_baseline" else cohort_N, valid_N)
+
+
+def _centred(kind: str, reward_N: Tensor, cohort_N: Tensor, valid_N: Tensor) -> Tensor:
+    """Rewards less the mean of their cohort (the rollouts that share a baseline), scaled as `kind` asks."""
+    cohorts = _extent(cohort_N)
+    count_N = _sum_by(cohort_N, valid_N.to(reward_N.dtype), cohorts)[cohort_N]
+    mean_N = _sum_by(cohort_N, reward_N, cohorts)[cohort_N] / count_N
+    highest_N = _max_by(cohort_N, reward_N.masked_fill(~valid_N, -math.inf), cohorts)[cohort_N]
+    lowest_N = -_max_by(cohort_N, (-reward_N).masked_fill(~valid_N, -math.inf), cohorts)[cohort_N]
+    # Spread is decided on the rewards themselves: three rewards of 0.1 have a mean that is not 0.1.
+    advantage_N = torch.where(valid_N & (highest_N > lowest_N), reward_N - mean_N, 0.0)
+    others_N = (count_N - 1).clamp(min=1)
+    if kind == "rloo":
+        return advantage_N * count_N / others_N
+    if kind == "grpo":
+        std_N = (_sum_by(cohort_N, advantage_N.square(), cohorts)[cohort_N] / others_N).sqrt()
+        return advantage_N / (std_N + GRPO_EPSILON)
+    return advantage_N
+
+
+def token_advantages(advantage_N: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Give each trained token of every row its rollout's advantage, and exactly 0 to every other token.
+
+    advantage_T = advantage_N[rollout_T] where trained_T, else 0. Raises ValueError when lengths differ or an index
+    lies outside 0..N-1.
+
+    >>> token_advantages(torch.tensor([0.5, -0.5]), torch.tensor([0, 1, 0]), torch.tensor([True, True, False])).tolist()
+    [0.5, -0.5, 0.0]
+    """
+    _same_length(rollout=rollout_T, trained=trained_T)
+    rollouts = len(advantage_N)
+    _refuse((rollout_T < 0) | (rollout_T >= rollouts), f"not one of {rollouts} rollouts", rollout=rollout_T)
+    return torch.where(trained_T, advantage_N[rollout_T], 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Ratios, lags and the gate
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def log_ratio(logp_T: Tensor, behaviour_T: Tensor, trained_T: Tensor) -> Tensor:
+    """log r_t = logp_T − behaviour_T where trained, exactly 0 elsewhere. Nats; differentiable in logp_T.
+
+    logp_T is the trainer's log-prob, behaviour_T the engine's at sampling. Whatever stands at a masked position
+    (NaN included) reaches neither the value nor the gradient.
+    Raises ValueError when lengths differ or either is not finite at a trained position.
+
+    >>> round(log_ratio(torch.tensor([-0.7]), torch.tensor([-1.0]), torch.tensor([True])).exp().item(), 4)
+    1.3499
+    """
+    _same_length(logp=logp_T, behaviour=behaviour_T, trained=trained_T)
+    _refuse_non_finite(trained_T, logp=logp_T, behaviour=behaviour_T)
+    return torch.where(trained_T, logp_T - behaviour_T, 0.0)
+
+
+def lag(version_T: Tensor, trainer_version: int, trained_T: Tensor) -> Tensor:
+    """Optimizer steps between the weights that sampled a token and the trainer's now; 0 where not trained.
+
+    lag_T = trainer_version − version_T, int64, at consumption: time in a queue counts.
+    Raises ValueError when lengths differ, when a trained token carries no version (negative), or when it was sampled
+    by a version that the trainer has not reached.
+
+    >>> lag(torch.tensor([3, 3, 4, -1]), 4, torch.tensor([True, True, True, False])).tolist()
+    [1, 1, 0, 0]
+    """
+    _same_length(version=version_T, trained=trained_T)
+    _refuse(trained_T & (version_T < 0), "a trained token carries no version", version=version_T)
+    ahead_T = trained_T & (version_T > trainer_version)
+    _refuse(ahead_T, f"a token is newer than trainer version {trainer_version}", version=version_T)
+    return torch.where(trained_T, trainer_version - version_T.long(), 0)
+
+
+def preset(name: str) -> dict:
+    """A named gate as keyword arguments level, mode, low, high (sources beside PRESETS).
+
+    Raises ValueError for an unknown name, listing the known ones.
+
+    >>> preset("tis")
+    {'level': 'token', 'mode': 'trunc', 'low': 0.0, 'high': 2.0}
+    """
+    _one_of("gate preset", name, PRESETS)
+    return dict(PRESETS[name])
+
+
+def gate(level: str, mode: str, low: float, high: float, log_ratio_T: Tensor, rollout_T: Tensor, trained_T: Tensor,
+         lag_T: Tensor | None = None, max_lag: int | None = None) -> Decision:  # fmt: skip
+    """Decide which trained tokens are kept, and with which importance weight.
+
+    level off    keep every trained token, weight 1 (mode and band unused)
+          token  mask   keep where low ≤ r_t ≤ high, weight r_t          IcePop, arXiv 2510.18855
+                 clip   keep all, weight min(max(r_t, low), high)
+                 trunc  keep all, weight min(r_t, high) (low unused)     TIS, Yao et al. 2025; Ionides 2008
+          seq    mask   keep the rollout where low ≤ exp(Σ log r) ≤ high, weight r_t each
+          geo    mask   keep the rollout where low ≤ exp(mean log r) ≤ high, weight r_t each
+    Sums run over the trained tokens of a *rollout* in float64, so the split into rows is immaterial. Bands are compared
+    in log space and include their ends. max_lag (steps): a rollout whose oldest trained token lags more is gated
+    whole, with reason stale, which wins over a ratio reason. Nothing here carries a gradient.
+    log_ratio_T float[T] nats, rollout_T int64[T], trained_T bool[T], lag_T int64[T].
+    Raises ValueError for an unknown level or mode, seq or geo with a mode other than mask, a band without
+    0 ≤ low ≤ 1 ≤ high (it would gate on-policy tokens), max_lag negative or without lag_T, lengths that differ, a
+    log-ratio that is not finite where trained, or a kept weight that overflows.
+
+    >>> hundred_T, rollout_T, trained_T = torch.full((100,), 0.1), torch.zeros(100).long(), torch.ones(100).bool()
+    >>> [int(gate(level, "mask", 0.5, 2, hundred_T, rollout_T, trained_T).keep_T.sum()) for level in ("geo", "seq")]
+    [100, 0]
+    """
+    _check_gate(level, mode, low, high, lag_T, max_lag)
+    _same_length(log_ratio=log_ratio_T, rollout=rollout_T, trained=trained_T)
+    _refuse_non_finite(trained_T, log_ratio=log_ratio_T)
+    log_ratio_T = torch.where(trained_T, log_ratio_T.detach(), 0.0)
+    reason_T = torch.full_like(trained_T, MASKED, dtype=torch.int8).masked_fill(trained_T, KEPT)
+    if level != "off" and mode == "mask":
+        statistic_T = _statistic(level, log_ratio_T, rollout_T, trained_T)
+        reason_T = reason_T.masked_fill(trained_T & (statistic_T < (math.log(low) if low else -math.inf)), RATIO_LOW)
+        reason_T = reason_T.masked_fill(trained_T & (statistic_T > math.log(high)), RATIO_HIGH)
+    if max_lag is not None:
+        reason_T = reason_T.masked_fill(trained_T & (_oldest(lag_T, rollout_T, trained_T) > max_lag), STALE)
+    keep_T = reason_T == KEPT
+    return Decision(keep_T, _weight(level, mode, low, high, log_ratio_T, keep_T), reason_T)
+
+
+def _check_gate(level: str, mode: str, low: float, high: float, lag_T: Tensor | None, max_lag: int | None) -> None:
+    _one_of("gate level", level, LEVELS)
+    _one_of("gate mode", mode, MODES)
+    if level in ("seq", "geo") and mode != "mask":
+        raise ValueError(f"gate level {level!r} only masks, got mode {mode!r}; use mask, or level token")
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"gate band [{low}, {high}] must satisfy 0 <= low <= 1 <= high")
+    if max_lag is not None and (lag_T is None or max_lag < 0):
+        raise ValueError(f"max_lag={max_lag} needs lag_T and must not be negative")
+
+
+def _statistic(level: str, log_ratio_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Logarithm of the gated statistic, given to every token of its rollout."""
+    if level == "token":
+        return log_ratio_T
+    rollouts = _extent(rollout_T)
+    total_N = _sum_by(rollout_T, log_ratio_T.double(), rollouts)
+    if level == "geo":
+        total_N = total_N / _sum_by(rollout_T, trained_T.double(), rollouts).clamp(min=1)
+    # Back in the input's precision, a one-token rollout meets the band exactly as a token does.
+    return total_N.to(log_ratio_T.dtype)[rollout_T]
+
+
+def _oldest(lag_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Largest lag among the trained tokens of a rollout, given to every token of it."""
+    _same_length(lag=lag_T, rollout=rollout_T)
+    return _max_by(rollout_T, torch.where(trained_T, lag_T, 0), _extent(rollout_T))[rollout_T]
+
+
+def _weight(level: str, mode: str, low: float, high: float, log_ratio_T: Tensor, keep_T: Tensor) -> Tensor:
+    if level == "off":
+        return keep_T.to(log_ratio_T.dtype)
+    ratio_T = log_ratio_T.exp()
+    if mode != "mask":
+        ratio_T = ratio_T.clamp(min=low if mode == "clip" else None, max=high)
+    _refuse(keep_T & ~torch.isfinite(ratio_T), "an importance weight overflows", log_ratio=log_ratio_T)
+    return torch.where(keep_T, ratio_T, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The loss and its denominator
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def kept_per_group(keep_T: Tensor, group_T: Tensor, groups: int) -> Tensor:
+    """Kept tokens of each group on this rank, int64[G]; its sum over ranks is what `denominator("group")` needs.
+
+    Raises ValueError when lengths differ or an index lies outside 0..G-1.
+
+    >>> kept_per_group(torch.tensor([True, True, False]), torch.tensor([0, 1, 1]), 3).tolist()
+    [1, 1, 0]
+    """
+    _same_length(keep=keep_T, group=group_T)
+    _refuse((group_T < 0) | (group_T >= groups), f"not one of {groups} groups", group=group_T)
+    return _sum_by(group_T, keep_T.long(), groups)
+
+
+def denominator(kind: str, keep_T: Tensor, rollout_T: Tensor, group_T: Tensor | None = None,
+                constant: float | None = None, *, kept_G: Tensor | None = None,
+                world_size: int | None = None) -> Tensor:  # fmt: skip
+    """This rank's part of the one global denominator D, a float64 scalar; the sum over ranks is D, exact for counts.
+
+    For every kind the batch's loss is Σ over kept tokens of loss_T, divided by D:
+      token     D = kept tokens                            a mean over tokens
+      rollout   D = rollouts with at least one kept token  a mean over rollouts of the *sum* over their tokens
+      group     D = groups with at least one kept token    a mean over groups of the sum over all their tokens
+      constant  D = constant                               Dr. GRPO, arXiv 2503.20783 (its length bound × rollouts)
+    What the gate removes leaves D too, except for `constant`. Lengths are not divided out per rollout: a mean of
+    means weighs a token by the length of its neighbours.
+    A rollout lives on one rank, a group may not: the part of a group is the share of its kept tokens held here, so
+    `group` needs group_T and kept_G, `kept_per_group` already summed over ranks. `constant` needs world_size, and
+    each rank's part is constant / world_size. A rank without tokens gives 0 (or its share of the constant).
+    Raises ValueError for an unknown kind, a missing argument, a constant that is not positive, or kept_G smaller
+    than this rank's own count (it was not summed).
+
+    >>> keep_T, rollout_T = torch.tensor([True, True, False, True]), torch.tensor([0, 0, 1, 2])
+    >>> [denominator(kind, keep_T, rollout_T).item() for kind in ("token", "rollout")]
+    [3.0, 2.0]
+    """
+    _one_of("denominator", kind, DENOMINATORS)
+    _same_length(keep=keep_T, rollout=rollout_T)
+    if kind == "token":
+        return keep_T.sum().double()
+    if kind == "rollout":
+        kept_N = _sum_by(rollout_T, keep_T.long(), _extent(rollout_T))
+        return (kept_N > 0).sum().double()
+    if kind == "group":
+        return _group_part(keep_T, group_T, kept_G)
+    if not constant or not world_size or constant <= 0 or world_size <= 0:
+        raise ValueError(f"denominator constant needs constant > 0 and world_size > 0, got {constant} and {world_size}")
+    return torch.tensor(constant / world_size, dtype=torch.float64, device=keep_T.device)
+
+
+def _group_part(keep_T: Tensor, group_T: Tensor | None, kept_G: Tensor | None) -> Tensor:
+    if group_T is None or kept_G is None:
+        raise ValueError("denominator group needs group_T and kept_G, the sum of kept_per_group over ranks")
+    own_G = kept_per_group(keep_T, group_T, len(kept_G))
+    _refuse(own_G > kept_G, "kept_G is smaller than this rank's own count", own=own_G, kept=kept_G)
+    return (own_G.double() / kept_G.clamp(min=1)).sum()
+
+
+def surrogate(kind: str, logp_T: Tensor, proximal_T: Tensor | None, advantage_T: Tensor, weight_T: Tensor,
+              clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Per-token loss before the denominator, and where its clip is active (the gradient is 0 there).
+
+      reinforce  −w · A · logp                                                    Williams 1992
+      ppo        −w · min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high) · A)           arXiv 1707.06347
+    with ρ = exp(logp − proximal), proximal_T the trainer's own log-prob at the start of the batch, and w the gate's
+    weight (proximal over behaviour): decoupled PPO, arXiv 2110.00641. w is held constant, so reinforce needs no
+    proximal_T (it may be None). All float[T]; loss_T is differentiable in logp_T, clipped_T is bool.
+    A token of weight 0 contributes a loss and a gradient of exactly 0, whatever its other values.
+    Raises ValueError for an unknown kind, lengths that differ, a value that is not finite where the weight is not 0,
+    or a clip range outside 0 ≤ clip_low ≤ 1, 0 ≤ clip_high.
+
+    >>> loss_T, clipped_T = surrogate("ppo", torch.tensor([1.5]).log(), torch.zeros(1), torch.ones(1), torch.ones(1))
+    >>> round(loss_T.item(), 4), clipped_T.item()
+    (-1.2, True)
+    """
+    _one_of("surrogate", kind, SURROGATES)
+    proximal_T = logp_T.detach() if kind == "reinforce" else proximal_T
+    _same_length(logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T)
+    live_T = weight_T != 0
+    _refuse_non_finite(live_T, logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T)
+    scale_T = -weight_T * torch.where(live_T, advantage_T, 0.0)
+    if kind == "reinforce":
+        return scale_T * torch.where(live_T, logp_T, 0.0), torch.zeros_like(live_T)
+    gain_T, clipped_T = _clipped_ratio(torch.where(live_T, logp_T - proximal_T, 0.0), scale_T, clip_low, clip_high)
+    return scale_T * gain_T, clipped_T
+
+
+def _clipped_ratio(log_rho_T: Tensor, scale_T: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """The ρ or the bound that PPO's minimum selects, and where it is the bound. scale_T = −w·A has the sign of −A."""
+    if not (0 <= clip_low <= 1 and clip_high >= 0):
+        raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}: need 0 <= clip_low <= 1 and 0 <= clip_high")
+    rho_T = log_rho_T.detach().exp()
+    over_T = (scale_T < 0) & (rho_T > 1 + clip_high)
+    under_T = (scale_T > 0) & (rho_T < 1 - clip_low)
+    clipped_T = over_T | under_T
+    bound_T = torch.full_like(rho_T, 1 - clip_low).masked_fill(over_T, 1 + clip_high)
+    # Clipped entries leave before the exp that carries a gradient: an overflowing ρ is 0 · inf in its backward.
+    return torch.where(clipped_T, bound_T, log_rho_T.masked_fill(clipped_T, 0.0).exp()), clipped_T
+
+
+def policy_loss(loss_T: Tensor, keep_T: Tensor, denominator: Tensor | float) -> Tensor:
+    """Σ loss_T over kept tokens / denominator: this micro-batch's part of the batch's loss, a scalar.
+
+    denominator is the *global* number, summed over ranks and micro-batches before the first backward; parts of the
+    loss then add up (sum gradients over ranks, do not average them). A token that is not kept has gradient exactly
+    0, even where its loss is NaN. With a denominator of 0 nothing was kept anywhere: the loss is 0, attached to the
+    graph, with zero gradient, so that every rank can still run backward.
+    Raises ValueError when lengths differ, a kept loss is not finite, the denominator is negative or NaN, or it is 0
+    while a token is kept.
+
+    >>> policy_loss(torch.tensor([-1.0] * 2 + [1.0] * 6), torch.ones(8).bool(), 8).item()
+    0.5
+    """
+    _same_length(loss=loss_T, keep=keep_T)
+    _refuse_non_finite(keep_T, loss=loss_T)
+    total = torch.where(keep_T, loss_T, 0.0).sum()
+    scale = float(denominator)
+    if not scale >= 0 or (scale == 0 and keep_T.any()):
+        raise ValueError(f"denominator {scale} for {int(keep_T.sum())} kept tokens")
+    return total / scale if scale else total
+
+
+def kl(kind: str, logp_T: Tensor, reference_T: Tensor, trained_T: Tensor | None = None) -> Tensor:
+    """Per-token estimate of KL(policy ‖ reference) on tokens sampled from the policy; exactly 0 where not trained.
+
+    With log r = reference − logp (nats; Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx):
+      k1  −log r             unbiased value, can be negative; as a loss its expected gradient is 0, not the KL's
+      k2  (log r)² / 2       biased value; as a loss its expected gradient is the KL's
+      k3  r − 1 − log r      unbiased value, never negative; as a loss its gradient is that of KL(reference ‖ policy)
+    So k1 and k3 belong inside the reward, k2 in the loss; the caller chooses. trained_T None: every token is trained.
+    Raises ValueError for an unknown kind, lengths that differ, or a value that is not finite where trained.
+
+    >>> round(kl("k3", torch.tensor([-1.0]), torch.tensor([-1.5])).item(), 4)
+    0.1065
+    """
+    _one_of("kl", kind, KLS)
+    trained_T = torch.ones_like(logp_T, dtype=torch.bool) if trained_T is None else trained_T
+    _same_length(logp=logp_T, reference=reference_T, trained=trained_T)
+    _refuse_non_finite(trained_T, logp=logp_T, reference=reference_T)
+    log_r_T = torch.where(trained_T, reference_T - logp_T, 0.0)
+    return {"k1": lambda: -log_r_T, "k2": lambda: log_r_T.square() / 2, "k3": lambda: log_r_T.expm1() - log_r_T}[kind]()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Meters. They take whole tensors: concatenate over ranks (rollout_T offset per rank), then call once. An empty
+# input gives NaN, which says "no value"; a share of nothing is not 0.
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def mismatch(log_ratio_T: Tensor, trained_T: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probs are from the sampler's, over trained tokens only (nats).
+
+    mean, p99 (nearest rank) and max of |log r|; k1 = mean(−log r) and k3 = mean(r − 1 − log r) estimate
+    KL(sampler ‖ trainer) (Schulman 2020). Masked text of any length changes nothing.
+    Raises ValueError when lengths differ or a trained value is not finite.
+
+    >>> mismatch(torch.tensor([0.25, -0.75]), torch.tensor([True, True]))["mean"]
+    0.5
+    """
+    _same_length(log_ratio=log_ratio_T, trained=trained_T)
+    _refuse_non_finite(trained_T, log_ratio=log_ratio_T)
+    log_r = log_ratio_T.detach()[trained_T].double()
+    size = log_r.abs().sort().values
+    return {"mean": float(size.mean()), "p99": _percentile(size, 99), "max": _percentile(size, 100),
+            "k1": float(-log_r.mean()), "k3": float((log_r.expm1() - log_r).mean())}  # fmt: skip
+
+
+def gate_metrics(decision: Decision, log_ratio_T: Tensor, lag_T: Tensor, rollout_T: Tensor) -> dict[str, float]:
+    """What the gate did, over the trained tokens (masked ones are no part of any share).
+
+    kept, ratio_low, ratio_high, stale  share of trained tokens with that reason; they sum to 1
+    rollouts_gated                      share of rollouts with trained tokens of which none is kept
+    ess                                 (Σw)² / (n Σw²) over the n kept tokens, 1 when all weights are equal
+                                        (Kish 1965); it measures survivors, so read it beside `kept`
+    ratio_p01, _p50, _p99, _max         nearest-rank percentiles of r_t, before the gate
+    lag_mean, lag_max                   optimizer steps
+    lag_0 … lag_7, lag_8plus            share of trained tokens at that lag
+    Raises ValueError when lengths differ.
+
+    >>> decision = gate(**preset("icepop"), log_ratio_T=torch.tensor([0.0, 3.0]), rollout_T=torch.tensor([0, 1]),
+    ...                 trained_T=torch.tensor([True, True]))
+    >>> metrics = gate_metrics(decision, torch.tensor([0.0, 3.0]), torch.tensor([0, 2]), torch.tensor([0, 1]))
+    >>> [metrics[key] for key in ("kept", "ratio_high", "rollouts_gated", "ess", "lag_max", "lag_2")]
+    [0.5, 0.5, 0.5, 1.0, 2.0, 0.5]
+    """
+    _same_length(keep=decision.keep_T, log_ratio=log_ratio_T, lag=lag_T, rollout=rollout_T)
+    trained_T = decision.reason_T != MASKED
+    reason = decision.reason_T[trained_T]
+    shares = {REASONS[i]: float((reason == i).double().mean()) for i in (KEPT, RATIO_LOW, RATIO_HIGH, STALE)}
+    rollouts, survivors = (len(rollout_T[mask_T].unique()) for mask_T in (trained_T, decision.keep_T))
+    weight = decision.weight_T[decision.keep_T].double()
+    ratio = log_ratio_T.detach()[trained_T].double().exp().sort().values
+    return {**shares, "rollouts_gated": 1 - survivors / rollouts if rollouts else math.nan,
+            "ess": float(weight.sum().square() / (len(weight) * weight.square().sum())),
+            "ratio_p01": _percentile(ratio, 1), "ratio_p50": _percentile(ratio, 50),
+            "ratio_p99": _percentile(ratio, 99), "ratio_max": _percentile(ratio, 100),
+            **_lag_metrics(lag_T[trained_T])}  # fmt: skip
+
+
+def _lag_metrics(lag_T: Tensor) -> dict[str, float]:
+    shares = torch.bincount(lag_T.clamp(max=LAG_BINS), minlength=LAG_BINS + 1).double() / len(lag_T)
+    names = [f"lag_{i}" for i in range(LAG_BINS)] + [f"lag_{LAG_BINS}plus"]
+    return {"lag_mean": float(lag_T.double().mean()), "lag_max": _percentile(lag_T.sort().values, 100),
+            **dict(zip(names, shares.tolist(), strict=True))}  # fmt: skip
