@@ -67,6 +67,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -187,17 +188,20 @@ class GlooWorker(NCCLWeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        repack_experts(self.model)
+        repack(self.model)
 
 
-def repack_experts(model: torch.nn.Module) -> None:
-    """Prepack expert weights for the CPU kernel again: vLLM 0.30.0's layerwise reload leaves the old packing.
+def repack(model: torch.nn.Module) -> None:
+    """Prepack for the CPU kernels what vLLM 0.30.0's layerwise reload leaves packed from the old weights.
 
-    Without this the experts compute garbage after a sync and nothing raises; the probe is what notices.
+    Experts are reloaded but not packed again; a head tied to the embedding shares its weight but keeps a packed copy
+    of its own. Either way the engine computes with a mixture of weights and nothing raises: the probe notices.
     """
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+        elif isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)
 
 
 @dataclass

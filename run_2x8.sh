@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# Trains an agent: sets up, builds the model, starts rollout.py and torchrun rl.py, and stops what it started.
+#
+#   bash run_2x8.sh                                   no GPU: the same processes on CPU cores, recipe toy
+#   RECIPE=toy_moe SEED=1 RUN=mine bash run_2x8.sh    another recipe, seed, name of the run's folder
+#   RECIPE=calculator_2x8 sbatch -N 2 run_2x8.sh      Slurm: node 0 trains, node 1 rolls out
+#   NODE_RANK=0 MASTER_ADDR=a ROLLOUT_ADDR=b INSTAR_SECRET=... bash run_2x8.sh      by hand, on node a;
+#   the same with NODE_RANK=1 on node b. On one node with GPUs they are split between trainer and engines.
+#
+# Variables: RECIPE RUN SEED STEPS MODEL AGENT ENGINES TRAINER_GPUS PORT PYTHON DRY_RUN=1 (print, start nothing).
+set -Eeuo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+[ -n "${SLURM_SUBMIT_DIR:-}" ] && cd "$SLURM_SUBMIT_DIR"
+. tools/setup.sh
+
+# ---- where: which machine plays which part
+export INSTAR_SECRET=${INSTAR_SECRET:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
+NODES=${SLURM_JOB_NUM_NODES:-$([ -n "${NODE_RANK:-}" ] && echo 2 || echo 1)}
+if [ "$NODES" -gt 1 ] && [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${INSTAR_STARTED:-}" ]; then
+  INSTAR_STARTED=1 exec srun --ntasks-per-node=1 bash run_2x8.sh
+fi
+if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ "$NODES" -gt 1 ]; then
+  mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  MASTER_ADDR=${MASTER_ADDR:-${HOSTS[0]}} ROLLOUT_ADDR=${ROLLOUT_ADDR:-${HOSTS[1]}} NODE_RANK=${SLURM_NODEID:-0}
+fi
+NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} ROLLOUT_ADDR=${ROLLOUT_ADDR:-127.0.0.1}
+[ "$NODES" -eq 1 ] || [ "$ROLLOUT_ADDR" != 127.0.0.1 ] || fail "two nodes need MASTER_ADDR and ROLLOUT_ADDR"
+
+if [ "$DEVICE" = cpu ]; then
+  echo "no GPU found: rehearsing on CPU cores (2 trainer ranks, ${ENGINES:-1} engine(s)); the processes are those of 2x8 GPUs"
+  RECIPE=${RECIPE:-toy} TRAINER_RANKS=2 ENGINES=${ENGINES:-1} ENGINE_GPUS=
+  export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+elif [ "$NODES" -eq 1 ]; then
+  [ "$GPU_COUNT" -ge 2 ] || fail "one GPU cannot be split between trainer and engine; use DEVICE=cpu or a machine with two"
+  RECIPE=${RECIPE:-calculator_2x8} TRAINER_RANKS=${TRAINER_GPUS:-$((GPU_COUNT / 2))}
+  ENGINES=${ENGINES:-$((GPU_COUNT - TRAINER_RANKS))} ENGINE_GPUS=$(seq -s, "$TRAINER_RANKS" $((TRAINER_RANKS + ENGINES - 1)))
+else
+  RECIPE=${RECIPE:-calculator_2x8} TRAINER_RANKS=${TRAINER_GPUS:-$GPU_COUNT} ENGINES=${ENGINES:-$GPU_COUNT} ENGINE_GPUS=
+fi
+
+# ---- what: the recipe, the run's folder
+[ -f "recipes/$RECIPE.sh" ] || fail "no recipe '$RECIPE'; there are: $(cd recipes && echo *.sh | sed 's/\.sh//g')"
+SEED=${SEED:-0} OWN_MODEL=${MODEL:-}
+. "recipes/$RECIPE.sh"
+RUN=${RUN:-$RECIPE-seed$SEED-$(date +%Y%m%d-%H%M%S)} OUT=runs/$RUN
+ROLES=$([ "$NODES" -eq 1 ] && echo "rollout trainer" || { [ "$NODE_RANK" -eq 0 ] && echo trainer || echo rollout; })
+
+if [ -n "${DRY_RUN:-}" ]; then
+  start() { shift; echo "$*"; }
+else
+  [ ! -e "$OUT/summary.json" ] || fail "$OUT already holds a finished run; choose another name with RUN="
+  mkdir -p "$OUT" || fail "cannot make $OUT; is the disk full?"
+  start() { local log=$OUT/$1.log; shift; setsid "$@" >"$log" 2>&1 </dev/null & }
+fi
+
+# ---- stop: whatever happens, every process group that was started ends
+PIDS=()
+stop_all() {
+  local code=$? pid
+  trap - EXIT INT TERM
+  for pid in "${PIDS[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
+  for _ in $(seq 150); do
+    local alive=0
+    for pid in "${PIDS[@]}"; do if kill -0 -- "-$pid" 2>/dev/null; then alive=1; fi; done
+    [ "$alive" -eq 0 ] && break
+    sleep 0.1
+  done
+  for pid in "${PIDS[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
+  exit "$code"
+}
+trap stop_all EXIT
+trap 'echo "run_2x8.sh: interrupted" >&2; exit 130' INT TERM
+
+# ---- set-up and model, timed
+SECONDS=0
+[ -n "${DRY_RUN:-}" ] || setup
+SETUP_SECONDS=$SECONDS SECONDS=0
+if [ -n "${DRY_RUN:-}" ]; then
+  [ -n "$OWN_MODEL" ] || echo "${BUILD_MODEL[*]}"
+elif [ -z "$OWN_MODEL" ]; then
+  "${BUILD_MODEL[@]}" || fail "the model could not be built: ${BUILD_MODEL[*]}"
+fi
+MODEL_SECONDS=$SECONDS
+
+# ---- start
+PORT=${PORT:-$([ "$NODES" -eq 1 ] && [ -z "${DRY_RUN:-}" ] && "$PY" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])' || echo 8700)}
+LISTEN=$([ "$NODES" -eq 1 ] && echo 127.0.0.1 || echo 0.0.0.0)
+for role in $ROLES; do
+  if [ "$role" = rollout ]; then
+    start rollout "$PY" rollout.py --model "$MODEL" --agent "$AGENT" --device "$DEVICE" --engines "$ENGINES" \
+      --gpus "$ENGINE_GPUS" --steps "$STEPS" --seed "$SEED" --control_host "$LISTEN" --control_port "$PORT" "${ROLLOUT_FLAGS[@]}"
+  else
+    start rl "$PY" -m torch.distributed.run --standalone --nproc_per_node "$TRAINER_RANKS" rl.py --model "$MODEL" \
+      --out "$OUT" --recipe "$RECIPE" --device "$DEVICE" --steps "$STEPS" --seed "$SEED" \
+      --rollout_urls "http://$ROLLOUT_ADDR:$PORT" --sync_address "$MASTER_ADDR" "${TRAIN_FLAGS[@]}"
+  fi
+  [ -n "${DRY_RUN:-}" ] || PIDS+=($!)
+done
+[ -z "${DRY_RUN:-}" ] || exit 0
+echo "run $OUT: recipe $RECIPE, seed $SEED, $STEPS steps; logs: $OUT/*.log"
+LAST=${ROLES##* }
+tail -n +1 -F --pid="${PIDS[-1]}" "$OUT/$([ "$LAST" = trainer ] && echo rl || echo rollout).log" 2>/dev/null | grep --line-buffered -E '^(step|evaluation|saved) ' &
+
+# ---- wait: the first failure decides
+CODE=0
+for _ in "${PIDS[@]}"; do wait -n "${PIDS[@]}" || { CODE=$?; break; }; done
+if [ "$CODE" -ne 0 ]; then
+  sleep 1   # the other side's last line may name the cause
+  echo "run_2x8.sh: error: the run failed (exit $CODE); causes, and the logs they are from:" >&2
+  grep -H -E '^(rollout|rl)\.py: error: |No space left|Killed|out of memory' "$OUT"/*.log | sort -u | head -n 5 >&2 ||
+    tail -n 3 "$OUT"/*.log >&2
+  exit "$CODE"
+fi
+if [ "$NODE_RANK" -eq 0 ]; then
+  "$PY" -m tools.summary "$OUT" --setup "$SETUP_SECONDS" --toy "$MODEL_SECONDS"
+fi

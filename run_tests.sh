@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Sets up .venv as run_2x8.sh does, then runs the tests. Arguments go to pytest:
+#   bash run_tests.sh                      everything
+#   bash run_tests.sh -m "not engine"      the fast ones, no engine
+set -Eeuo pipefail
+cd "$(dirname "$0")"
+. tools/setup.sh
+setup
+exec "$PY" -m pytest "$@"

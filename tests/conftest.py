@@ -1,0 +1,141 @@
+"""One real engine per kind of model for the whole session: a rollout node as a process, a one-rank trainer here.
+
+The models are untrained toys (``tools.toy`` with 0 steps) whose weights are scaled up: an untrained model attends
+almost evenly, so a wrong position, cache or expert would hardly show in its log-probs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("INSTAR_SECRET", "the tests' own secret")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def sharpen(model: torch.nn.Module) -> None:
+    """Make a random model opinionated: distinct attention, distinct next tokens, clear routes."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+            elif "q_norm" in name or "k_norm" in name:
+                parameter.mul_(2.0)
+
+
+def make_model(path: Path, moe: bool) -> Path:
+    from tools import toy
+
+    model = toy.untrained(moe, seed=0)
+    sharpen(model)
+    model.save_pretrained(path)
+    toy.tokenizer().save_pretrained(path)
+    return path
+
+
+@dataclass
+class Node:
+    """A rollout node process and a trainer connected to it."""
+
+    process: subprocess.Popen
+    log: Path
+    model: Path
+    cfg: object
+    ranks: object
+    nodes: object
+    policy: object
+    replay: object
+    syncer: object
+    version: int = 0
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+
+
+def start_rollout(model: Path, log: Path, port: int, **flags) -> subprocess.Popen:
+    """``python rollout.py`` in a process group of its own."""
+    settings = {"agent": "agents/calculator.py", "max_model_len": 512, "max_tokens": 24, "group_size": 2,
+                "groups_per_step": 2, "steps": 0, "control_port": port} | flags  # fmt: skip
+    command = [sys.executable, "rollout.py", "--model", str(model)]
+    for name, value in settings.items():
+        command += [f"--{name}", str(value)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("w") as out:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def connect(moe: bool, folder: Path) -> Node:
+    import rl
+
+    model = make_model(folder / "model", moe)
+    port, log = free_port(), folder / "rollout.log"
+    process = start_rollout(model, log, port)
+    cfg = rl.TrainConfig(model=str(model), out=str(folder / "run"), rollout_urls=f"http://127.0.0.1:{port}", wait_s=180)
+    try:
+        ranks = rl.Ranks(cfg)
+        nodes = rl.Nodes(cfg)
+        policy = rl.shard(rl.Policy(cfg), cfg, ranks)
+        replay = rl.make_replay(policy, cfg, ranks.device)
+        states = nodes.wait_ready()
+        syncer = rl.Syncer(cfg, ranks, nodes, policy, replay, [state["workers"] for state in states])
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        print(log.read_text()[-3000:])
+        raise
+    return Node(process, log, model, cfg, ranks, nodes, policy, replay, syncer)
+
+
+@pytest.fixture(scope="session")
+def world():
+    """The environment of a one-rank trainer."""
+    values = {
+        "LOCAL_RANK": "0",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    os.environ.update(values)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session", params=["dense", "moe"])
+def node(request, world, tmp_path_factory):
+    """A node with a real engine, dense and mixture-of-experts in turn, and a trainer connected to it."""
+    began = time.monotonic()
+    node = connect(request.param == "moe", tmp_path_factory.mktemp(request.param))
+    print(f"{request.param} engine ready after {time.monotonic() - began:.0f} s")
+    yield node
+    node.stop()
+    torch.distributed.destroy_process_group()
