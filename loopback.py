@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from jinja2 import TemplateError
 
 import moe_replay
 from agents import ContextOverflow, Message
@@ -132,7 +133,7 @@ def parsed_arguments(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 
@@ -148,6 +149,8 @@ def normalise(message: Any) -> Message:
     out: Message = {"role": role, "content": content_text(message.get("content"))}
     if message.get("reasoning_content"):
         out["reasoning_content"] = str(message["reasoning_content"])
+    if not isinstance(message.get("tool_calls") or [], list):
+        raise WireError("tool_calls must be a list", "messages")
     if message.get("tool_calls"):
         out["tool_calls"] = [normalise_call(call) for call in message["tool_calls"]]
     return out
@@ -159,6 +162,13 @@ def normalise_call(call: Any) -> dict:
         raise WireError(f"malformed tool call {str(call)[:80]}", "messages")
     function = {"name": str(call["function"]["name"]), "arguments": parsed_arguments(call["function"].get("arguments"))}
     return {"type": "function", "function": function}
+
+
+def normalise_tool(tool: Any) -> dict:
+    """A tool by its function alone: ``cache_control`` and other marks beside it do not count."""
+    if not (isinstance(tool, dict) and isinstance(tool.get("function"), dict)):
+        raise WireError(f"malformed tool {str(tool)[:80]}", "tools")
+    return {"type": "function", "function": tool["function"]}
 
 
 def key(message: Message) -> str:
@@ -183,20 +193,28 @@ class Template:
             if BREAK in value:
                 raise WireError("messages may not hold the noncharacters U+FDD0 U+FDD1", "messages")
             for control in self.controls:
-                if control in value:
+                # One pass is not enough for a token that overlaps itself, such as ** in ***.
+                while len(control) > 1 and control in value:
                     value = value.replace(control, control[0] + BREAK + control[1:])
             return value
         if isinstance(value, dict):
-            return {name: self.guard(item) for name, item in value.items()}
+            return {self.guard(name): self.guard(item) for name, item in value.items()}
         return [self.guard(item) for item in value] if isinstance(value, list) else value
 
     def render(self, messages: list[Message], tools: list[dict] | None, prompt: bool) -> str:
         """The template's text, with ``BREAK`` where control-token text was quoted by a user, tool or system message."""
         # The assistant's own words may hold control ids that it sampled (thinking marks): they pass as they are.
         guarded = [message if message["role"] == "assistant" else self.guard(message) for message in messages]
-        return self.tokenizer.apply_chat_template(
-            guarded, tools=self.guard(tools) if tools else None, add_generation_prompt=prompt, tokenize=False
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                guarded, tools=self.guard(tools) if tools else None, add_generation_prompt=prompt, tokenize=False
+            )
+            text.encode()
+        except TemplateError as error:
+            raise WireError(f"the chat template refuses these messages: {error}", "messages") from None
+        except UnicodeEncodeError:
+            raise WireError("messages may not hold half a surrogate pair", "messages") from None
+        return text
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text; pieces at a ``BREAK`` are tokenized apart."""
@@ -262,6 +280,16 @@ class Call:
     started: float = field(default_factory=time.time)
     seconds: float = 0.0
 
+    def check(self) -> None:
+        """Raise ``ValueError`` unless what the engine filled in fits together."""
+        count, shapes = len(self.token_ids), {routes.shape[1:] for routes in self.routes}
+        if not len(self.logprobs) == len(self.versions) == count:
+            raise ValueError(
+                f"engine returned {count} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions"
+            )
+        if len(shapes) > 1 or any(len(routes) > len(self.prompt_ids) + count for routes in self.routes):
+            raise ValueError(f"engine returned routes of shapes {[routes.shape for routes in self.routes]}")
+
     def summary(self) -> dict:
         """What a row keeps about the call."""
         spans = [[version, count] for version, count in sorted(Counter(self.versions).items())]
@@ -319,11 +347,8 @@ class Branch:
 
     def add_sampled(self, call: Call) -> None:
         """Append what the engine sampled. Raises ``ValueError`` when its lists differ in length."""
+        call.check()
         count = len(call.token_ids)
-        if not len(call.logprobs) == len(call.versions) == count:
-            raise ValueError(
-                f"engine returned {count} tokens, {len(call.logprobs)} log-probs, {len(call.versions)} versions"
-            )
         self.arrays["token_ids"] += call.token_ids
         self.arrays["sampled"] += [True] * count
         self.arrays["logprobs"] += call.logprobs
@@ -344,6 +369,9 @@ class Branch:
         total = len(self.ids)
         experts = np.zeros((total, 0, 0), np.uint8) if self.experts is None else self.experts
         known = np.zeros(total, bool) if self.known is None else self.known
+        grow = total - len(experts)
+        experts = np.concatenate([experts, np.zeros((grow, *experts.shape[1:]), experts.dtype)])
+        known = np.concatenate([known, np.zeros(total - len(known), bool)])
         return out | {"experts": experts, "experts_known": known}
 
 
@@ -360,7 +388,7 @@ class Plan:
     keys: list[str]
     tools_key: str
     cause: str
-    """continue, or why a new branch starts: new, resample, template, edit."""
+    """continue, or what is special about the turn: new, resample, template, edit (a reply that is not ours)."""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -399,7 +427,7 @@ class Session:
         ``requested`` may hold temperature, top_p and max_tokens. Raises ``WireError`` or ``ContextOverflow`` before
         anything is sampled.
         """
-        requested = requested or {}
+        requested, tools = requested or {}, [normalise_tool(tool) for tool in tools or []]
         plan = self.plan([normalise(message) for message in messages], tools)
         call = self.new_call(plan.prompt_ids, wire, requested)
         overridden = [
@@ -408,6 +436,10 @@ class Session:
         self.meters["overridden"] += len(overridden)
         try:
             await self.generate(call)
+            call.check()  # before the branch is touched: a turn is committed whole or not at all
+        except ValueError as error:
+            self.failure = error
+            raise RuntimeError(str(error)) from error
         except (RuntimeError, OSError, TimeoutError) as error:
             self.failure = error
             raise
@@ -457,7 +489,9 @@ class Session:
             raise WireError("messages must not be empty", "messages")
         keys, tools_key = [key(message) for message in messages], json.dumps(tools or [], sort_keys=True)
         found = self.match(keys, tools_key)
-        cause = "edit" if self.branches else "new"
+        # Replies that no branch of ours stands behind: the client changed or invented them.
+        foreign = any(message["role"] == "assistant" for message in messages[found[1].messages if found else 0 :])
+        cause = "edit" if foreign else "new"
         if found is not None:
             branch, mark = found
             # Replies are rendered as they were returned: a client may echo them without their thinking.
@@ -466,7 +500,7 @@ class Session:
             text = self.template.render(whole, tools, prompt=True)
             if text.startswith(before) and before.endswith(self.template.turn_end):
                 context, closing = self.template.after_reply(branch.ids[mark.ids - 1], text[len(before) :])
-                cause = "continue" if mark == branch.marks[-1] else "resample"
+                cause = "edit" if foreign else "continue" if mark == branch.marks[-1] else "resample"
                 return Plan(branch, mark, context, closing, whole, keys, tools_key, cause)
             cause, messages = "template", whole
         context = self.template.encode(self.template.render(messages, tools, prompt=True))
@@ -474,20 +508,19 @@ class Session:
 
     def commit(self, plan: Plan, call: Call, reply: Message) -> None:
         """Append the turn. No await between looking at the branch and extending it, so turns cannot interleave."""
-        branch, cause = plan.parent, plan.cause
+        branch, cause, reply = plan.parent, plan.cause, normalise(reply)
         if branch is None:
             branch = Branch(plan.tools_key)
             self.branches.append(branch)
         elif plan.mark != branch.marks[-1]:
             # Another call continued this branch while ours ran (or it is a resample): ours becomes a branch.
-            cause = "resample"
+            cause = "resample" if cause == "continue" else cause
             branch = branch.fork(plan.mark)
             self.branches.append(branch)
         branch.add_context(plan.context)
         branch.add_sampled(call)
         for routes in call.routes:
             self.meters["route_conflicts"] += branch.add_routes(routes)
-        reply = normalise(reply)
         branch.messages, branch.keys = [*plan.messages, reply], [*plan.keys, key(reply)]
         branch.marks.append(Mark(len(branch.messages), len(branch.ids)))
         call.committed = True
@@ -566,6 +599,14 @@ CHAT_DEFAULTS = {"n": 1, "stream": False, "tool_choice": "auto", "parallel_tool_
 """Fields understood only at the value that asks for nothing; any other value is refused by name, never ignored."""
 
 
+def read_json(data: bytes) -> Any:
+    """The body. Raises ``WireError`` for bytes that are no JSON, no Unicode, or nested too deep."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"the body is not JSON: {error}") from None
+
+
 def read_chat(body: Any) -> tuple[list[Any], list[dict] | None, dict]:
     """Messages, tools and sampling requests of a chat/completions body. Raises ``WireError`` naming the field."""
     if not isinstance(body, dict):
@@ -576,12 +617,15 @@ def read_chat(body: Any) -> tuple[list[Any], list[dict] | None, dict]:
     for name in ("messages", "tools"):
         if not isinstance(body.get(name) or [], list):
             raise WireError(f"{name} must be a list", name)
-    asked = {name: body[name] for name in ("temperature", "top_p") if body.get(name) is not None}
-    cap = body.get("max_completion_tokens") or body.get("max_tokens")
-    if cap is not None:
-        if not isinstance(cap, int) or cap < 1:
-            raise WireError(f"max_tokens must be a positive integer, got {cap!r}", "max_tokens")
-        asked["max_tokens"] = cap
+    asked = {}
+    for name in ("temperature", "top_p", "max_tokens", "max_completion_tokens"):
+        value = body.get(name)
+        if value is None:
+            continue
+        whole = name.startswith("max")
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= whole:
+            raise WireError(f"{name} must be {'a positive integer' if whole else 'at least 0'}, got {value!r}", name)
+        asked["max_tokens" if whole else name] = value
     return body.get("messages") or [], body.get("tools") or None, asked
 
 
@@ -605,7 +649,7 @@ def chat_completion(turn: Turn, model: str) -> dict:
             "choices": [choice],
             "usage": usage,
         }
-    ).model_dump(exclude_none=True)
+    ).model_dump(exclude_unset=True)
 
 
 def chat_error(error: WireError) -> web.Response:
@@ -625,8 +669,10 @@ async def wire_errors(request: web.Request, handler: Callable) -> web.StreamResp
         return chat_error(error)
     except ContextOverflow as error:
         return chat_error(WireError(str(error), "messages", code="context_length_exceeded"))
-    except json.JSONDecodeError as error:
-        return chat_error(WireError(f"the body is not JSON: {error}"))
+    except RecursionError:
+        return chat_error(WireError("the body is nested too deep"))
+    except web.HTTPException as error:
+        return chat_error(WireError(error.text or error.reason, status=error.status))
     except (RuntimeError, OSError, TimeoutError) as error:
         return chat_error(WireError(f"engine: {error}", status=503))
 
@@ -680,7 +726,7 @@ class Loopback:
     async def chat(self, request: web.Request) -> web.Response:
         """POST chat/completions."""
         session = self.session(request)
-        messages, tools, asked = read_chat(await request.json())
+        messages, tools, asked = read_chat(read_json(await request.read()))
         turn = await session.turn(messages, tools, "openai.chat", asked)
         headers = {"x-instar-overridden": ",".join(turn.overridden)} if turn.overridden else {}
         return web.json_response(chat_completion(turn, self.model), headers=headers)

@@ -942,7 +942,7 @@ def main() -> None:
         validate(cfg)
         train(cfg)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"rl.py: error: {error}", file=sys.stderr, flush=True)
+        print(f"rl.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         # Not sys.exit: the other ranks may be inside a collective, and interpreter exit would wait for the group.
         os._exit(1)
 

@@ -459,6 +459,8 @@ class Player:
         self.cfg, self.loopback, self.router, self.ledger = cfg, loopback, router, ledger
         self.agent = agents.load(cfg.agent)
         self.live: set[Session] = set()
+        self.ended: dict[str, Rollout] = {}
+        """Ended rollouts whose group has not: their tokens are pending too."""
         self.failures: Counter[str] = Counter()
 
     async def play(self, task: agents.Task, rollout_id: str, group_id: int, sampling: Sampling, split: str) -> Rollout:
@@ -522,7 +524,15 @@ class Player:
         self.ledger.dropped["disconnect"] += session.uncommitted
         self.live.discard(session)
         sampled = sum(int(row.sampled.sum()) for row in rows)
-        return Rollout(rollout_id, task.task_id, status, result.reward, rows, sampled, session, result.info, seconds)
+        ended = Rollout(rollout_id, task.task_id, status, result.reward, rows, sampled, session, result.info, seconds)
+        self.ended[rollout_id] = ended
+        return ended
+
+    def release(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Hand ended rollouts over to whoever accounts for them from now on."""
+        for rollout in rollouts:
+            self.ended.pop(rollout.rollout_id, None)
+        return rollouts
 
 
 class Scheduler:
@@ -585,7 +595,7 @@ class Scheduler:
                     group.create_task(self.player.play(task, f"{group_id}-{index}", group_id, sampling, "train"))
                     for index in range(cfg.group_size)
                 ]
-            self.ready.append(Group(group_id, [play.result() for play in plays]))
+            self.ready.append(Group(group_id, self.player.release([play.result() for play in plays])))
         finally:
             self.changed.set()
 
@@ -620,9 +630,13 @@ class Scheduler:
 
     @property
     def pending(self) -> int:
-        """Sampled tokens that are neither handed out nor dropped: in running sessions and in finished groups."""
+        """Sampled tokens neither handed out nor dropped: in running sessions, ended rollouts, finished groups."""
         running = sum(session.sampled for session in self.player.live)
-        return running + sum(rollout.sampled for group in self.ready for rollout in group.rollouts)
+        return running + sum(rollout.sampled for rollout in self.waiting())
+
+    def waiting(self) -> list[Rollout]:
+        """Ended rollouts that no manifest has listed."""
+        return [*self.player.ended.values(), *(rollout for group in self.ready for rollout in group.rollouts)]
 
 
 # ---------------------------------------------------------------------------------------------- control API
@@ -777,9 +791,8 @@ class Node:
         for group in groups:
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
-        for group in self.scheduler.ready:
-            for rollout in group.rollouts:
-                self.ledger.dropped["run_end"] += rollout.sampled
+        self.ledger.dropped["run_end"] += sum(rollout.sampled for rollout in self.scheduler.waiting())
+        self.player.ended.clear()
         self.scheduler.ready.clear()
 
     # -- rows
@@ -790,6 +803,7 @@ class Node:
             {
                 "ready": self.ready,
                 "version": self.router.version if self.ready else 0,
+                "sampled": self.router.sampled if self.ready else 0,
                 "workers": self.cfg.engines * self.cfg.tensor_parallel,
                 "engine_seconds": self.engine_seconds,
                 "groups_per_step": self.cfg.groups_per_step,
@@ -825,7 +839,7 @@ class Node:
         """``rollout/*`` of a batch."""
         rollouts = [rollout for group in batch for rollout in group.rollouts]
         good = [rollout for rollout in rollouts if rollout.status in TRAINABLE]
-        info = Counter()
+        info, reprefilled, self.router.reprefilled = Counter(), self.router.reprefilled, 0
         for rollout in good:
             info.update({f"rollout/{name}": value / len(good) for name, value in rollout.info.items()})
         statuses = Counter(rollout.status for rollout in rollouts)
@@ -834,7 +848,7 @@ class Node:
             **info,
             "rollout/calls": sum(len(rollout.session.calls) for rollout in good) / len(good),
             "rollout/seconds": sum(rollout.seconds for rollout in good) / len(good),
-            "rollout/reprefilled_tokens": self.router.reprefilled,
+            "rollout/reprefilled_tokens": reprefilled,
         }
 
     def ledger_delta(self) -> dict:
@@ -870,6 +884,7 @@ class Node:
         rollouts = await asyncio.gather(
             *(self.player.play(task, f"eval-{index}", -1, sampling, "eval") for index, task in enumerate(tasks))
         )
+        self.player.release(rollouts)
         self.ledger.dropped["eval"] += sum(rollout.sampled for rollout in rollouts)
         scored = [rollout for rollout in rollouts if rollout.status in TRAINABLE]
         if not scored:
@@ -1028,7 +1043,7 @@ def main() -> None:
         validate(cfg)
         asyncio.run(serve(cfg))
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"rollout.py: error: {error}", file=sys.stderr, flush=True)
+        print(f"rollout.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 

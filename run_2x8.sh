@@ -102,8 +102,11 @@ LAST=${ROLES##* }
 tail -n +1 -F --pid="${PIDS[-1]}" "$OUT/$([ "$LAST" = trainer ] && echo rl || echo rollout).log" 2>/dev/null | grep --line-buffered -E '^(step|evaluation|saved) ' &
 
 # ---- wait: the first failure decides
-CODE=0
-for _ in "${PIDS[@]}"; do wait -n "${PIDS[@]}" || { CODE=$?; break; }; done
+CODE=0 LEFT=("${PIDS[@]}")
+while [ "${#LEFT[@]}" -gt 0 ] && [ "$CODE" -eq 0 ]; do
+  wait -n -p ENDED "${LEFT[@]}" || CODE=$?
+  for i in "${!LEFT[@]}"; do if [ "${LEFT[i]}" = "$ENDED" ]; then unset "LEFT[i]"; fi; done
+done
 if [ "$CODE" -ne 0 ]; then
   sleep 1   # the other side's last line may name the cause
   echo "run_2x8.sh: error: the run failed (exit $CODE); causes, and the logs they are from:" >&2

@@ -34,7 +34,7 @@ def sharpen(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4.0)
+                parameter.mul_(3.0)
             elif "q_norm" in name or "k_norm" in name:
                 parameter.mul_(2.0)
 
@@ -62,6 +62,8 @@ class Node:
     policy: object
     replay: object
     syncer: object
+    base: list[torch.Tensor]
+    """The weights at the start."""
     version: int = 0
 
     def stop(self) -> None:
@@ -73,11 +75,11 @@ class Node:
             raise
 
 
-def start_rollout(model: Path, log: Path, port: int, **flags) -> subprocess.Popen:
+def start_rollout(model: Path, log: Path, port: int, program: str = "rollout.py", **flags) -> subprocess.Popen:
     """``python rollout.py`` in a process group of its own."""
-    settings = {"agent": "agents/calculator.py", "max_model_len": 512, "max_tokens": 24, "group_size": 2,
-                "groups_per_step": 2, "steps": 0, "control_port": port} | flags  # fmt: skip
-    command = [sys.executable, "rollout.py", "--model", str(model)]
+    settings = {"agent": "tests/agent_turns.py", "max_model_len": 512, "max_tokens": 48, "group_size": 2,
+                "groups_per_step": 4, "max_lag": 3, "control_port": port} | flags  # fmt: skip
+    command = [sys.executable, program, "--model", str(model)]
     for name, value in settings.items():
         command += [f"--{name}", str(value)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -93,12 +95,13 @@ def start_rollout(model: Path, log: Path, port: int, **flags) -> subprocess.Pope
         )
 
 
-def connect(moe: bool, folder: Path) -> Node:
+def connect(moe: bool, folder: Path, program: str = "rollout.py") -> Node:
+    """Start a node on a new model and join it as its trainer."""
     import rl
 
     model = make_model(folder / "model", moe)
     port, log = free_port(), folder / "rollout.log"
-    process = start_rollout(model, log, port)
+    process = start_rollout(model, log, port, program)
     cfg = rl.TrainConfig(model=str(model), out=str(folder / "run"), rollout_urls=f"http://127.0.0.1:{port}", wait_s=180)
     try:
         ranks = rl.Ranks(cfg)
@@ -111,7 +114,8 @@ def connect(moe: bool, folder: Path) -> Node:
         os.killpg(process.pid, signal.SIGKILL)
         print(log.read_text()[-3000:])
         raise
-    return Node(process, log, model, cfg, ranks, nodes, policy, replay, syncer)
+    base = [parameter.detach().to_local().clone() for parameter in policy.parameters()]
+    return Node(process, log, model, cfg, ranks, nodes, policy, replay, syncer, base)
 
 
 @pytest.fixture(scope="session")
