@@ -329,15 +329,22 @@ class Router:
         """One engine request over prompt + tokens so far; returns why it ended."""
         index = self.pick(call.affinity)
         request_id = f"{next(self.ids)}"
+        asked = call.max_tokens - len(call.token_ids)
+        self.load[index] += asked
         task = asyncio.create_task(self.consume(index, request_id, call))
         self.running.add(task)
-        task.add_done_callback(self.running.discard)
+        task.add_done_callback(lambda task: self.ended(task, index, asked))
         try:
             # Shielded: when the caller goes away, what the engine sampled so far must still be counted.
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             await self.engines[index].abort(request_id)
             raise
+
+    def ended(self, task: asyncio.Task, index: int, asked: int) -> None:
+        """A request is over, however it ended."""
+        self.running.discard(task)
+        self.load[index] -= asked
 
     async def consume(self, index: int, request_id: str, call: Call) -> str:
         """Run one request to its end and append its output to the call."""
@@ -353,14 +360,11 @@ class Router:
         )
         prompt = TokensPrompt(prompt_token_ids=[*call.prompt_ids, *call.token_ids])
         self.reprefilled += len(prompt["prompt_token_ids"]) if call.engines else 0
-        self.load[index] += remaining
         try:
             async for output in self.engines[index].generate(prompt, params, request_id):
                 final = output.outputs[0]
         except EngineDeadError as error:
             raise EngineFailure(f"engine {index} died: {error}") from None
-        finally:
-            self.load[index] -= remaining
         self.append(call, index, version, final)
         return final.finish_reason
 

@@ -29,7 +29,8 @@ NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} ROLLOUT_ADDR=${R
 if [ "$DEVICE" = cpu ]; then
   echo "no GPU found: rehearsing on CPU cores (2 trainer ranks, ${ENGINES:-1} engine(s)); the processes are those of 2x8 GPUs"
   RECIPE=${RECIPE:-toy} TRAINER_RANKS=2 ENGINES=${ENGINES:-1} ENGINE_GPUS=
-  export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+  # Threads that spin while they wait take the cores that the other processes need.
+  export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
 elif [ "$NODES" -eq 1 ]; then
   [ "$GPU_COUNT" -ge 2 ] || fail "one GPU cannot be split between trainer and engine; use DEVICE=cpu or a machine with two"
   RECIPE=${RECIPE:-calculator_2x8} TRAINER_RANKS=${TRAINER_GPUS:-$((GPU_COUNT / 2))}

@@ -3,7 +3,7 @@
 : "${MODEL:=models/Qwen3-4B-Instruct-2507}"
 : "${STEPS:=200}"
 BUILD_MODEL=("$PY" -m huggingface_hub.cli.hf download Qwen/Qwen3-4B-Instruct-2507 --local-dir "$MODEL")
-AGENT=agents/calculator.py
+: "${AGENT:=agents/calculator.py}"
 ROLLOUT_FLAGS=(--dtype bfloat16 --max_model_len 4096 --max_tokens 1024 --max_num_seqs 256 --group_size 16
                --groups_per_step 32 --max_lag 1 --tool_parser hermes)
 TRAIN_FLAGS=(--dtype bfloat16 --attention flash_attention_2 --lr 1e-6 --warmup_steps 5 --advantage grpo

@@ -151,6 +151,21 @@ def test_abort_and_resume_stamps_each_token_with_the_weights_that_sampled_it(nod
     load(node, current)
 
 
+def test_a_pause_changes_no_route(node):
+    """M4: under unchanged weights, the routes of interrupted calls are those of an uninterrupted run."""
+    if node.replay is None:
+        pytest.skip("a dense model has no routes")
+    start, interrupted, conflicts = node.version, 0, 0.0
+    for _ in range(6):
+        manifest, rows = take(node)
+        sync(node)
+        steady = [row for row in rows if min(row.versions[row.sampled]) >= start]
+        interrupted += sum(len(set(row.versions[row.sampled])) > 1 for row in steady)
+        conflicts += manifest["meters"]["identity/route_conflicts"] if len(steady) == len(rows) else 0.0
+    assert interrupted, "no rollout was interrupted: the test saw nothing"
+    assert conflicts == 0
+
+
 @pytest.mark.parametrize("left_out", ["norm", "embed"])
 def test_the_probe_catches_a_tensor_that_was_left_out(node, left_out):
     """The version is then not committed, and a whole sync afterwards mends the engine."""

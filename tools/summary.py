@@ -1,6 +1,6 @@
 """Completes a run's summary.json with the launcher's own seconds, and prints the before/after table.
 
-    python -m tools.summary runs/NAME --setup 93 --toy 101
+python -m tools.summary runs/NAME --setup 93 --toy 101
 """
 
 from __future__ import annotations

@@ -1,0 +1,382 @@
+"""The scheduler's bound, the statuses of rollouts, the router's versions: with engines and agents that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import agents
+import rollout
+from loopback import Call, Row, Sampling, Session
+from rollout import EngineFailure, Group, Ledger, Player, Rollout, Router, Scheduler
+
+TRAIN = Sampling(1.0, 1.0, 8, fixed=True)
+
+
+def config(**changes) -> rollout.RolloutConfig:
+    return rollout.RolloutConfig(model="m", agent="tests/agent_turns.py", group_size=2, groups_per_step=3, **changes)
+
+
+def row(rollout_id: str, versions: list[int]) -> Row:
+    count = len(versions)
+    return Row(rollout_id, rollout_id, 0, "t", np.arange(count, dtype=np.int32), np.ones(count, bool),
+               np.zeros(count, np.float32), np.array(versions, np.int32), np.zeros(count, np.int32),
+               np.zeros((count, 0, 0), np.uint8), np.zeros(count, bool), 1.0)  # fmt: skip
+
+
+def ended(rollout_id: str, versions: list[int], status: str = "ok") -> Rollout:
+    rows = [row(rollout_id, versions)] if status == "ok" else []
+    return Rollout(rollout_id, "t", status, 1.0, rows, len(versions) if rows else 0, None, {}, 0.1)
+
+
+# ------------------------------------------------------------------------------------------------ scheduler
+
+
+class InstantPlayer:
+    """Rollouts that take as long as a random number says, stamped with the version they end at."""
+
+    def __init__(self, router, rng: random.Random):
+        self.router, self.rng, self.ended, self.live = router, rng, {}, set()
+        self.agent = SimpleNamespace(tasks=lambda split, seed: (agents.Task(str(n), {}) for n in range(5)))
+
+    async def play(self, task, rollout_id, group_id, sampling, split):
+        started = self.router.version
+        for _ in range(self.rng.choice([0, 1, 1, 2, 9])):
+            await asyncio.sleep(0)
+        return ended(rollout_id, [started, self.router.version])
+
+    def release(self, rollouts):
+        return rollouts
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bound_holds_and_no_consumed_token_lags_more(max_lag, seed):
+    """submitted <= (max_lag + 1 + version) * groups_per_step at every moment; lag at consumption <= max_lag."""
+
+    async def scenario():
+        router = SimpleNamespace(version=0)
+        scheduler = Scheduler(config(max_lag=max_lag), InstantPlayer(router, random.Random(seed)), router, Ledger())
+        loop = asyncio.create_task(scheduler.run())
+        for _ in range(12):
+            for _ in range(200):
+                await asyncio.sleep(0)
+                assert scheduler.submitted <= (max_lag + 1 + router.version) * 3
+                if (batch := scheduler.collect()) is not None:
+                    break
+            assert batch is not None, "the scheduler starved the trainer"
+            for group in batch:
+                assert all(router.version - rollout.oldest <= max_lag for rollout in group.rollouts if rollout.rows)
+                if max_lag == 0:
+                    assert {int(v) for r in group.rollouts for w in r.rows for v in w.versions} == {router.version}
+            router.version += 1
+            scheduler.changed.set()
+        loop.cancel()
+
+    asyncio.run(scenario())
+
+
+def scheduler_with(groups: list[Group], version: int, max_lag: int) -> Scheduler:
+    router = SimpleNamespace(version=version)
+    scheduler = Scheduler(config(max_lag=max_lag), SimpleNamespace(ended={}, live=set()), router, Ledger())
+    scheduler.ready.extend(groups)
+    scheduler.started = len(groups)
+    return scheduler
+
+
+def test_a_stale_rollout_is_dropped_counted_and_a_group_of_them_replaced():
+    """Version 5, limit 1: a token of version 3 is too old even beside fresh ones; the group no longer counts."""
+    stale = Group(0, [ended("0-0", [3, 5]), ended("0-1", [3])])
+    mixed = Group(1, [ended("1-0", [3, 4]), ended("1-1", [4, 5])])
+    scheduler = scheduler_with([stale, mixed, Group(2, [ended("2-0", [5])])], version=5, max_lag=1)
+    assert scheduler.collect() is None
+    assert [group.group_id for group in scheduler.ready] == [1, 2]
+    assert scheduler.submitted == 2
+    assert scheduler.ledger.dropped == Counter(stale=2 + 1 + 2)
+    assert [rollout.status for rollout in mixed.rollouts] == ["stale", "ok"]
+    assert scheduler.pending == 2 + 1
+
+
+def test_groups_are_handed_out_oldest_first_and_a_group_of_failures_never():
+    groups = [Group(n, [ended(f"{n}-0", [0])]) for n in (4, 2, 3)] + [Group(1, [ended("1-0", [0], "agent_error")])]
+    scheduler = scheduler_with(groups, version=0, max_lag=0)
+    assert [group.group_id for group in scheduler.collect()] == [2, 3, 4]
+    assert scheduler.submitted == 3
+
+
+def test_a_run_of_so_many_steps_starts_no_group_beyond_them():
+    assert scheduler_with([], version=0, max_lag=9).bound == 30
+    router = SimpleNamespace(version=0)
+    assert Scheduler(config(max_lag=9, steps=2), None, router, Ledger()).bound == 6
+
+
+def test_a_finite_train_split_goes_round_and_an_empty_one_is_refused():
+    scheduler = scheduler_with([], 0, 0)
+    scheduler.player.agent = SimpleNamespace(tasks=lambda split, seed: [agents.Task(f"{seed}", {})])
+    tasks = scheduler.tasks()
+    assert [next(tasks).task_id for _ in range(3)] == ["0", "1", "2"]
+    scheduler.player.agent = SimpleNamespace(tasks=lambda split, seed: [])
+    with pytest.raises(ValueError, match="no tasks in its train split"):
+        next(scheduler.tasks())
+
+
+# ------------------------------------------------------------------------------------------------- statuses
+
+
+class FakeLoopback:
+    """Sessions over a generate function, with a template that is not asked."""
+
+    def __init__(self, generate):
+        self.generate = generate
+
+    def open(self, sampling):
+        class Plain:
+            eos_ids, turn_end = frozenset(), ""
+            render = staticmethod(
+                lambda messages, tools, prompt: "".join(f"{m['role']}{m['content']}" for m in messages)
+            )
+            encode = staticmethod(lambda text: list(text.encode()))
+            decode = staticmethod(lambda ids: "x" * len(ids))
+
+        return Session(
+            Plain(), lambda text, tools: {"role": "assistant", "content": text}, self.generate, sampling, 512
+        )
+
+    def close(self, session):
+        session.closed = True
+
+    def url(self, session):
+        return "http://127.0.0.1:1/s/x"
+
+
+async def sample(call: Call) -> None:
+    call.token_ids += [1, 2]
+    call.logprobs += [-1.0, -1.0]
+    call.versions += [0, 0]
+    call.finish_reason = "stop"
+
+
+async def one_turn(ctx) -> agents.Result:
+    await ctx.chat([{"role": "user", "content": "hi"}], [])
+    return agents.Result(reward=0.5)
+
+
+async def dying_engine(call: Call) -> None:
+    raise EngineFailure("gone")
+
+
+async def swallow(ctx) -> agents.Result:
+    with contextlib.suppress(EngineFailure):
+        await one_turn(ctx)
+    return agents.Result(reward=1.0)
+
+
+async def fail(ctx):
+    await one_turn(ctx)
+    raise ZeroDivisionError
+
+
+async def hang(ctx):
+    await one_turn(ctx)
+    await asyncio.sleep(60)
+
+
+async def returning(value):
+    return value
+
+
+CASES = {
+    "ok": (one_turn, sample, "ok", 0.5, 0),
+    "a cut rollout": (lambda ctx: cut(ctx), sample, "truncated", 0.5, 0),
+    "an agent that raises": (fail, sample, "agent_error", 0.0, 2),
+    "an agent that never returns": (hang, sample, "agent_timeout", 0.0, 2),
+    "an agent that calls nothing": (lambda ctx: returning(agents.Result(reward=1.0)), sample, "no_calls", 0.0, 0),
+    "a reward that is NaN": (lambda ctx: nan(ctx), sample, "agent_error", 0.0, 2),
+    "no result": (lambda ctx: returning(None), sample, "agent_error", 0.0, 0),
+    "a dead engine": (one_turn, dying_engine, "engine_error", 0.0, 0),
+    "a dead engine whose error the agent swallows": (swallow, dying_engine, "engine_error", 0.0, 0),
+}
+
+
+async def cut(ctx) -> agents.Result:
+    result = await one_turn(ctx)
+    result.truncated = True
+    return result
+
+
+async def nan(ctx) -> agents.Result:
+    await one_turn(ctx)
+    return agents.Result(reward=float("nan"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_statuses(name):
+    """H8, H9: whatever goes wrong has a name, is never a reward of 0, and its sampled tokens are counted."""
+    play, generate, status, reward, dropped = CASES[name]
+
+    class AgentRunner(agents.AgentRunner):
+        @classmethod
+        def tasks(cls, split, seed):
+            return []
+
+        async def run(self, task, ctx):
+            return await play(ctx)
+
+    async def scenario():
+        player = Player.__new__(Player)
+        player.cfg, player.loopback, player.ledger = config(rollout_timeout_s=0.2), FakeLoopback(generate), Ledger()
+        player.router = SimpleNamespace(settle=lambda: asyncio.sleep(0))
+        player.agent, player.live, player.ended, player.failures = AgentRunner, set(), {}, Counter()
+        return player, await player.play(agents.Task("t", {}), "0-0", 0, TRAIN, "train")
+
+    player, result = asyncio.run(scenario())
+    assert result.status == status
+    trainable = status in rollout.TRAINABLE
+    assert result.reward == (reward if trainable else 0.0)
+    assert result.sampled == (2 if trainable else 0)
+    assert len(result.rows) == (1 if trainable else 0)
+    assert all(r.reward == reward and r.status == status for r in result.rows)
+    assert player.ledger.dropped.total() == dropped
+    assert not player.live
+
+
+# --------------------------------------------------------------------------------------------------- router
+
+
+@dataclass
+class FakeEngine:
+    """Emits ids 1, 2, 3 … one per tick, and aborts like AsyncLLM: a final output with what there is so far."""
+
+    ticks: int = 6
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    paused: bool = False
+    late: int = 0
+    """Requests that reach the engine only after a pause, as they may over a socket."""
+    logprob: float = -0.5
+
+    async def generate(self, prompt, params, request_id):
+        for _ in range(self.late):
+            await asyncio.sleep(0.01)
+        self.late = 0
+        ids: list[int] = []
+        while len(ids) < min(self.ticks, params.max_tokens) and not self.aborted.is_set():
+            await asyncio.sleep(0.002)
+            if not self.paused:
+                ids.append(len(prompt["prompt_token_ids"]) + len(ids))
+        reason = "abort" if self.aborted.is_set() else "length"
+        logprobs = [{token: SimpleNamespace(logprob=self.logprob)} for token in ids]
+        output = SimpleNamespace(token_ids=ids, logprobs=logprobs, routed_experts=None, finish_reason=reason)
+        yield SimpleNamespace(outputs=[output])
+
+    async def pause_generation(self, mode):
+        assert mode == "abort"
+        self.paused = True
+        self.aborted.set()
+        await asyncio.sleep(0.001)
+        self.aborted.clear()
+
+    async def abort(self, request_id):
+        self.aborted.set()
+
+
+def a_call(**changes) -> Call:
+    values = {"index": 0, "wire": "t", "prompt_ids": [0], "max_tokens": 6, "temperature": 1.0, "top_p": 1.0,
+              "affinity": "s"} | changes  # fmt: skip
+    return Call(**values)
+
+
+def commit(router: Router, engine: FakeEngine) -> None:
+    router.version += 1
+    engine.paused = False
+    router.admission.set()
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_call_goes_on_through_syncs_and_every_token_has_its_version(late):
+    """G7: [0 … 0, 1 … 1, 2 …], ids contiguous, none lost or twice; pause returns only when no request is left."""
+
+    async def scenario():
+        engine = FakeEngine(ticks=100, late=late)
+        router = Router([engine], config(), [9], 0)
+        call = a_call(max_tokens=12)
+        running = asyncio.create_task(router.generate(call))
+        for _ in range(2):
+            await asyncio.sleep(0.009)
+            await router.pause()
+            assert not router.running
+            before = list(call.token_ids)
+            await asyncio.sleep(0.01)
+            assert call.token_ids == before, "sampled while admission was closed"
+            commit(router, engine)
+        await running
+        return router, call
+
+    router, call = asyncio.run(scenario())
+    assert call.token_ids == list(range(1, 13))
+    assert call.versions == sorted(call.versions)
+    assert call.versions[-1] == 2
+    assert len(call.logprobs) == len(call.versions) == router.sampled == 12
+    assert call.finish_reason == "length"
+    assert router.load == [0]
+
+
+def test_a_request_that_spans_two_versions_is_refused():
+    async def scenario():
+        router = Router([FakeEngine()], config(), [9], 0)
+        running = asyncio.create_task(router.generate(a_call()))
+        await asyncio.sleep(0.005)
+        router.version = 1
+        await running
+
+    with pytest.raises(EngineFailure, match="spanned versions 0 and 1"):
+        asyncio.run(scenario())
+
+
+def test_a_logprob_that_is_not_finite_and_missing_routes_are_refused():
+    with pytest.raises(EngineFailure, match="not finite"):
+        asyncio.run(Router([FakeEngine(logprob=float("nan"))], config(), [9], 0).generate(a_call()))
+    with pytest.raises(EngineFailure, match="no routes for a mixture-of-experts model"):
+        asyncio.run(Router([FakeEngine()], config(), [9], 8).generate(a_call()))
+
+
+def test_a_cancelled_call_aborts_its_request_and_its_tokens_are_still_counted():
+    """W13: the engine is told within a second; what it had sampled is in the router's count and in the call."""
+
+    async def scenario():
+        engine = FakeEngine(ticks=1000)
+        router = Router([engine], config(), [9], 0)
+        call = a_call(max_tokens=1000)
+        running = asyncio.create_task(router.generate(call))
+        await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait([running])
+        await asyncio.wait_for(router.settle(), 1)
+        return router, call, engine
+
+    router, call, engine = asyncio.run(scenario())
+    assert engine.aborted.is_set()
+    assert router.sampled == len(call.token_ids) > 0
+
+
+def test_a_call_that_outlasts_its_deadline_fails():
+    router = Router([FakeEngine(ticks=1000)], config(call_timeout_s=0.05), [9], 0)
+    with pytest.raises(EngineFailure, match=r"call_timeout_s=0\.05"):
+        asyncio.run(router.generate(a_call(max_tokens=1000)))
+
+
+def test_sessions_stay_with_their_engine_and_new_ones_go_to_the_idle_one():
+    async def scenario():
+        router = Router([FakeEngine(), FakeEngine()], config(), [9], 0)
+        calls = [a_call(affinity=name) for name in ("a", "b", "a", "b")]
+        await asyncio.gather(*(router.generate(call) for call in calls))
+        return [call.engines for call in calls]
+
+    first, second, third, fourth = asyncio.run(scenario())
+    assert first == third != second == fourth
