@@ -593,9 +593,18 @@ class Parser:
 
 # ------------------------------------------------------------------------------------------------- the wire
 
-CHAT_FIELDS = {"model", "messages", "tools", "temperature", "top_p", "max_tokens", "max_completion_tokens", "user", "metadata", "store"}  # fmt: skip
-CHAT_DEFAULTS = {"n": 1, "stream": False, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False,
-                 "presence_penalty": 0, "frequency_penalty": 0, "response_format": {"type": "text"}}  # fmt: skip
+CHAT_FIELDS = {"model", "messages", "tools", "temperature", "top_p", "max_tokens", "max_completion_tokens"}
+CHAT_FIELDS |= {"user", "metadata", "store"}  # labels for the provider's own books: nothing to do with the reply
+CHAT_DEFAULTS = {
+    "n": 1,
+    "stream": False,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "logprobs": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "response_format": {"type": "text"},
+}
 """Fields understood only at the value that asks for nothing; any other value is refused by name, never ignored."""
 
 
@@ -748,16 +757,3 @@ def identity_meters(sessions: list[Session]) -> dict[str, float]:
     meters["identity/echo_mismatch"] = float(total["turns_edit"])
     meters["identity/segments_per_rollout"] = sum(len(s.branches) for s in sessions) / max(1, len(sessions))
     return meters
-
-
-__all__ = [
-    "Loopback",
-    "Parser",
-    "Row",
-    "Sampling",
-    "Session",
-    "Template",
-    "pack_rows",
-    "unpack_rows",
-    "identity_meters",
-]

@@ -41,7 +41,8 @@ def check_routes(experts_TLK: np.ndarray, num_experts: int) -> None:
     An engine that failed to capture returns zeros, which are not distinct for K > 1, so they cannot pass as routes.
     """
     ordered_TLK = np.sort(experts_TLK, axis=-1)
-    bad_TL = (ordered_TLK[..., 1:] == ordered_TLK[..., :-1]).any(-1) | (ordered_TLK[..., -1] >= num_experts)
+    bad_TL = (ordered_TLK[..., 1:] == ordered_TLK[..., :-1]).any(-1)
+    bad_TL |= (ordered_TLK[..., 0] < 0) | (ordered_TLK[..., -1] >= num_experts)
     if bad_TL.any():
         position, layer = np.argwhere(bad_TL)[0]
         raise ValueError(
@@ -104,10 +105,13 @@ class Select(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         # Group-limited routers also take top-k over groups and top-2 within a group: shapes tell them apart.
-        if func in TOPK and args[0].shape[-1] == self.num_experts and out.indices.shape[-1] == self.experts_per_token:
-            indices_TK = self.answer(out.indices)
-            return torch.return_types.topk((args[0].gather(-1, indices_TK), indices_TK))
-        return out
+        if func not in TOPK or out.indices.shape[-1] != self.experts_per_token:
+            return out
+        scores_TE = args[0] if args else kwargs["input"]
+        if scores_TE.shape[-1] != self.num_experts:
+            return out
+        indices_TK = self.answer(out.indices)
+        return torch.return_types.topk((scores_TE.gather(-1, indices_TK), indices_TK))
 
 
 def expert_counts(config) -> tuple[int, int] | None:
@@ -194,6 +198,10 @@ class RouteReplay:
 
         def answer(live_TK: torch.Tensor) -> torch.Tensor:
             recorded_TK = experts_LTK[layer]
+            if live_TK.shape != recorded_TK.shape:
+                raise ValueError(
+                    f"routes of shape {tuple(recorded_TK.shape)} for a selection of {tuple(live_TK.shape)}"
+                )
             if metered:
                 same_TK = (live_TK[:, :, None] == recorded_TK[:, None, :]).any(-1)
                 self.agreed_L[layer] += same_TK[known_T].sum().item()

@@ -54,6 +54,9 @@ from loopback import Row, unpack_rows
 log = logging.getLogger("rl")
 
 TRAINABLE = ("ok", "truncated")
+COUNTED = ("rollout/status/", "rollout/reprefilled", "identity/closing", "identity/turns", "identity/overridden",
+           "identity/route_conflicts", "identity/echo_mismatch")  # fmt: skip
+"""Meters of a node that count; the others are means."""
 
 
 # -------------------------------------------------------------------------------------------------- config
@@ -112,7 +115,11 @@ def read_gate(text: str) -> dict:
     parts = text.split(":")
     if len(parts) != 4:
         raise ValueError(f"--gate {text!r} must be a preset or level:mode:low:high")
-    return {"level": parts[0], "mode": parts[1], "low": float(parts[2]), "high": float(parts[3])}
+    try:
+        low, high = float(parts[2]), float(parts[3])
+    except ValueError:
+        raise ValueError(f"--gate {text!r}: level:mode:low:high needs numbers for low and high") from None
+    return {"level": parts[0], "mode": parts[1], "low": low, "high": high}
 
 
 def validate(cfg: TrainConfig) -> None:
@@ -136,7 +143,14 @@ def validate(cfg: TrainConfig) -> None:
     ):
         if vars(cfg)[name] not in known:
             raise ValueError(f"--{name} {vars(cfg)[name]!r} must be one of {', '.join(known)}")
-    chosen = read_gate(cfg.gate)
+    if cfg.dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype {cfg.dtype!r} must be float32, bfloat16 or float16")
+    if cfg.denominator == "constant" and not cfg.denominator_constant > 0:
+        raise ValueError(f"--denominator_constant {cfg.denominator_constant} must be positive")
+    if cfg.max_lag < 0:
+        raise ValueError(f"--max_lag {cfg.max_lag} must be 0 (synchronous) or more")
+    chosen, none = read_gate(cfg.gate), torch.zeros(0)
+    gate.gate(**chosen, log_ratio_T=none, rollout_T=none.long(), trained_T=none.bool())  # refuses a bad level or band
     if cfg.max_lag > 0 and chosen["level"] == "off":
         raise ValueError(
             f"--max_lag {cfg.max_lag} trains on old samples, which --gate off does not correct; use --gate tis"
@@ -277,7 +291,7 @@ class Nodes:
 
 
 def merge_manifests(parts: list[dict]) -> dict:
-    """One manifest of several nodes': rollouts with their node's address, ledgers and meters summed."""
+    """One manifest of several nodes': rollouts with their node's address; ledgers and counts summed, means averaged."""
     rollouts, ledger = [], {"sampled": 0, "pending_before": 0, "pending_after": 0, "dropped": {}}
     meters: dict[str, float] = {}
     for node, part in enumerate(parts):
@@ -286,7 +300,7 @@ def merge_manifests(parts: list[dict]) -> dict:
                 rollouts.append(rollout | {"url": part["url"], "group": f"{node}/{group['group_id']}"})
         add_ledger(ledger, part["ledger"])
         for name, value in part["meters"].items():
-            meters[name] = meters.get(name, 0.0) + value / len(parts)
+            meters[name] = meters.get(name, 0.0) + (value if name.startswith(COUNTED) else value / len(parts))
     return {"rollouts": rollouts, "ledger": ledger, "meters": meters}
 
 
@@ -311,7 +325,7 @@ class Policy(nn.Module):
         )
         self.head_chunk = cfg.head_chunk
         if cfg.checkpoint_activations:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.train()
 
     def forward(
@@ -348,7 +362,9 @@ def shard(policy: Policy, cfg: TrainConfig, ranks: Ranks) -> Policy:
     optimizer, the weight sync) then always finds shards, never a full copy whose memory is about to be freed.
     """
     policy.to(ranks.device)
-    mixed = MixedPrecisionPolicy(param_dtype=vars(torch)[cfg.dtype], reduce_dtype=torch.float32)
+    mixed = MixedPrecisionPolicy(
+        param_dtype=vars(torch)[cfg.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for module in list(policy.modules()):
         if type(module).__name__ in policy.model._no_split_modules:
             fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
@@ -409,6 +425,7 @@ def pack(rows: list[tuple[Row, int]], device: torch.device) -> MicroBatch:
     """One micro-batch of ``(row, index of its rollout)``."""
     starts = np.cumsum([0, *(len(row) for row, _ in rows)])[:-1]
     sampled = [np.flatnonzero(row.sampled) for row, _ in rows]
+    assert not any(len(at) and at[0] == 0 for at in sampled), "no hidden state precedes a row's first token"
 
     def flat(make: Callable[[Row, np.ndarray, int], np.ndarray], dtype: torch.dtype) -> torch.Tensor:
         parts = [make(row, at, index) for (row, _), at, index in zip(rows, sampled, range(len(rows)), strict=True)]
@@ -459,7 +476,13 @@ def fetch(manifest: dict, ranks: Ranks, nodes: Nodes) -> list[tuple[Row, int]]:
     for index in assign(manifest["rollouts"], ranks.world)[ranks.rank]:
         rollout = manifest["rollouts"][index]
         wanted.setdefault(rollout["url"], {}).update({row["row_id"]: index for row in rollout["rows"]})
-    return [(row, owner[row.row_id]) for url, owner in wanted.items() for row in nodes.rows(url, list(owner))]
+    fetched = []
+    for url, owner in wanted.items():
+        rows = nodes.rows(url, list(owner))
+        if [row.row_id for row in rows] != list(owner):
+            raise RuntimeError(f"asked {url} for rows {list(owner)}, got {[row.row_id for row in rows]}")
+        fetched += [(row, owner[row.row_id]) for row in rows]
+    return fetched
 
 
 def micro_batches(rows: list[tuple[Row, int]], cfg: TrainConfig, ranks: Ranks, replay) -> list[MicroBatch]:
@@ -486,7 +509,7 @@ def score(policy: Policy, batches: list[MicroBatch], replay) -> tuple[torch.Tens
     """Log-probs and entropies of all sampled tokens of this rank under the current weights."""
     scored = []
     for batch in batches:
-        context, forward = run(policy, batch, replay, metered=True)
+        context, forward = run(policy, batch, replay, metered=bool(batch.trained_S.any()))
         with context:
             scored.append(forward())
     return torch.cat([logp for logp, _ in scored]), torch.cat([entropy for _, entropy in scored])
@@ -646,20 +669,22 @@ class Syncer:
         """Every engine samples a few tokens; the trainer's log-probs of them must agree to ``probe_bound``."""
         asked = {"prompts": self.prompts, "max_tokens": self.cfg.probe_tokens}
         replies = self.nodes.each("/sync/probe", asked) if self.ranks.rank == 0 else [None] * len(self.nodes.urls)
-        worst = 0.0
+        differences = []
         for reply in replies:
             rows = unpack_rows(self.ranks.broadcast(reply.content if reply else None))
             batch = pack([(row, 0) for row in rows], self.ranks.device)
             context, forward = run(self.policy, batch, self.replay)
             with torch.no_grad(), context:
                 logp_S, _ = forward()
-            worst = max(worst, float((logp_S - batch.behaviour_S).abs().max()))
+            differences.append((logp_S - batch.behaviour_S).abs().max())
+        worst = float(torch.stack(differences).max())  # Python's max would lose a NaN
         self.worst = max(self.worst, worst)
         # "not <=" rather than ">": a NaN must not pass.
         if not worst <= self.cfg.probe_bound:
             raise RuntimeError(
-                f"probe: an engine's log-probs differ from the trainer's by {worst:.3g}, bound {self.cfg.probe_bound:g}: "
-                "its weights are not the trainer's (or probe_bound is too tight for this dtype)"
+                f"probe: an engine's log-probs differ from the trainer's by {worst:.3g}, "
+                f"bound {self.cfg.probe_bound:g}: its weights are not the trainer's "
+                "(or probe_bound is too tight for this dtype)"
             )
         return worst
 
@@ -717,8 +742,9 @@ class Journal:
         self.append("metrics.jsonl", m)
         if self.writes:
             print(
-                f"step {m['step']:4d}  reward {m['reward']:.3f}  lag {m['gate/lag_mean']:.2f}  gated {1 - m['gate/kept']:6.1%}  "
-                f"mismatch {m['mismatch/mean']:.1e}  probe {m['sync/probe_max_abs_dlogp']:.1e}  {m['tokens_per_second']:6.0f} tok/s  "
+                f"step {m['step']:4d}  reward {m['reward']:.3f}  lag {m['gate/lag_mean']:.2f}  "
+                f"gated {1 - m['gate/kept']:6.1%}  mismatch {m['mismatch/mean']:.1e}  "
+                f"probe {m['sync/probe_max_abs_dlogp']:.1e}  {m['tokens_per_second']:6.0f} tok/s  "
                 f"generate {m['seconds/generate']:.2f} train {m['seconds/train']:.2f} sync {m['seconds/sync']:.2f} s",
                 flush=True,
             )
@@ -750,8 +776,10 @@ def step_metrics(batch: Batch, decision, log_ratio_S, lag_S, entropy_S, ranks: R
 def save_model(policy: Policy, cfg: TrainConfig, ranks: Ranks, path: Path) -> None:
     """The policy as a Hugging Face folder, which transformers and vLLM load."""
     state = {}
+    persistent = policy.model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in policy.model.named_buffers() if name in persistent]
     with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
+        for name, parameter in [*policy.model.named_parameters(), *buffers]:
             tensor = full(parameter)
             if ranks.rank == 0:
                 state[name] = tensor.cpu()
@@ -842,6 +870,11 @@ def train(cfg: TrainConfig) -> None:
         advantage_S = gate.token_advantages(advantage_N, batch.rollout_S, batch.trained_S)
         denominator = global_denominator(cfg, ranks, decision, batch, group_N)
 
+        # The ledger: every sampled token is accounted for before any of them multiplies a gradient.
+        counts_RC = ranks.concat(reason_counts(decision, batch)).view(ranks.world, -1)
+        listed = sum(row["sampled"] for rollout in rollouts for row in rollout["rows"])
+        line = ledger_line(version + 1, manifest["ledger"], counts_RC, listed)
+
         # Gradients, with the denominator known before the first of them.
         optimizer.zero_grad()
         loss, clipped = backward(policy, batches, replay, cfg, ranks, decision, proximal_S, advantage_S, denominator)
@@ -854,9 +887,6 @@ def train(cfg: TrainConfig) -> None:
         probe_difference = syncer.sync(version + 1)
         synced = time.monotonic()
 
-        counts_RC = ranks.concat(reason_counts(decision, batch)).view(ranks.world, -1)
-        listed = sum(row["sampled"] for rollout in rollouts for row in rollout["rows"])
-        line = ledger_line(version + 1, manifest["ledger"], counts_RC, listed)
         journal.append("ledger.jsonl", line)
         journal.step(
             {
@@ -938,7 +968,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        (cfg,) = HfArgumentParser(TrainConfig).parse_args_into_dataclasses()
+        (cfg,) = HfArgumentParser(TrainConfig, allow_abbrev=False).parse_args_into_dataclasses()
         validate(cfg)
         train(cfg)
     except (ValueError, RuntimeError, OSError) as error:

@@ -41,7 +41,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -443,8 +443,8 @@ class SessionContext:
     def __init__(self, session: Session, url: str, split: str):
         self._session, self.session_url, self.base_url, self.split = session, url, f"{url}/v1", split
 
-    async def chat(self, messages: list[agents.Message], tools: list[dict]) -> agents.Reply:
-        return await self._session.turn(messages, tools, "env")
+    async def chat(self, messages: list[agents.Message], tools: Sequence[dict]) -> agents.Reply:
+        return await self._session.turn(messages, list(tools), "env")
 
 
 class Ledger:
@@ -861,7 +861,8 @@ class Node:
         dropped = sum(ledger.dropped.values())
         if sampled != ledger.handed + dropped + pending:
             self.fail(
-                f"ledger: sampled {sampled} != handed {ledger.handed} + dropped {dict(ledger.dropped)} + pending {pending}"
+                f"ledger: sampled {sampled} != handed {ledger.handed} + dropped {dict(ledger.dropped)} "
+                f"+ pending {pending}"
             )
             raise RuntimeError(self.failure)
         before = self.snapshot
@@ -1043,7 +1044,7 @@ def main() -> None:
     # vLLM's parsers log a traceback for each malformed tool call; malformed calls are data here.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     try:
-        (cfg,) = HfArgumentParser(RolloutConfig).parse_args_into_dataclasses()
+        (cfg,) = HfArgumentParser(RolloutConfig, allow_abbrev=False).parse_args_into_dataclasses()
         validate(cfg)
         asyncio.run(serve(cfg))
     except (ValueError, RuntimeError, OSError) as error:

@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -71,7 +71,7 @@ class Context(Protocol):
     split: str
     """``"train"`` or ``"eval"``."""
 
-    async def chat(self, messages: list[Message], tools: list[dict]) -> Reply:
+    async def chat(self, messages: list[Message], tools: Sequence[dict]) -> Reply:
         """One turn of the model, in process. Raises ``ContextOverflow``."""
 
 
@@ -95,7 +95,7 @@ class ChatAgent(AgentRunner):
 class Env(AgentRunner):
     """The framework owns the loop: implement ``reset`` and ``step``."""
 
-    tools: list[dict] = []
+    tools: Sequence[dict] = ()
     """Tool schemas (OpenAI's shape) that the chat template shows the model."""
     max_turns: int = 8
     """Turns after which the rollout is truncated."""

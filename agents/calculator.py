@@ -47,7 +47,7 @@ def problems(seed: int, held: bool) -> Iterator[tuple[int, int]]:
 class Calculator(Env):
     """One sum."""
 
-    tools = [ADD]
+    tools = (ADD,)
     max_turns = 3
 
     @classmethod

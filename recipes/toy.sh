@@ -6,5 +6,5 @@
 BUILD_MODEL=("$PY" -m tools.toy --out models/toy)
 : "${AGENT:=agents/calculator.py}"
 ROLLOUT_FLAGS=(--max_model_len 512 --max_tokens 80 --group_size 8 --groups_per_step 8 --max_lag 0 --tool_parser hermes)
-TRAIN_FLAGS=(--lr 1e-3 --warmup_steps 2 --advantage grpo --gate tis --surrogate reinforce --denominator token
-             --max_lag 0 --token_budget 1024 --eval_tasks 128)
+TRAIN_FLAGS=(--lr 4e-4 --warmup_steps 5 --lr_decay True --advantage grpo --gate tis --surrogate reinforce --denominator token
+             --max_lag 0 --token_budget 512 --eval_tasks 128)

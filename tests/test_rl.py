@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -39,8 +40,8 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 LAYERS, EXPERTS, K = 3, 8, 2
 SHAPES = {"dense": (0, 0), "moe": (LAYERS, K)}
-TOLERANCE = 5e-6
-"""Of a gradient's relative error: float32 on a model as opinionated as this one; a lost token is 1e-2."""
+TOLERANCE = {"float64": 1e-6, "float32": 1e-5}
+"""Of a gradient's relative error, by the dtype of the forward; a lost token is 4e-3 or more."""
 BUDGETS = {"tiny": 2, "medium": 64, "everything": 100_000}
 CONSTANT = 50.0
 
@@ -202,12 +203,13 @@ class Step:
         return FEW if self.rows.startswith("few") else list(range(len(PLANS)))
 
 
-def steps_of(world: int) -> list[Step]:
+def steps_of(world: int, kind: str) -> list[Step]:
     """The first two steps hold tokens of lag 0 only: there is no version −1."""
     out = [Step("few"), Step("few_split")] + [Step("all", budget) for budget in BUDGETS]
     if world == 2:
-        out += [Step("all", denominator=kind) for kind in gate.DENOMINATORS[1:]]
-        out += [Step("all", surrogate="ppo"), Step("all_split", "tiny")]
+        out += [Step("all_split")]
+    if world == 2 and kind == "dense":
+        out += [Step("all", denominator=kind) for kind in gate.DENOMINATORS[1:]] + [Step("all", surrogate="ppo")]
     return out
 
 
@@ -295,12 +297,12 @@ class Observer:
         self.optimizer.zero_grad()
 
     def step(self) -> None:
-        """The gradients to a file; the weights change in the last step only."""
+        """The gradients to a file; the weights change in world 2's last step only."""
         nodes = ScriptedNodes.current
         gradients = {name: rl.full(p.grad) for name, p in self.policy.model.named_parameters()}
         if torch.distributed.get_rank() == 0:
             save_file(gradients, self.folder / f"gradient{nodes.version}.safetensors")
-        if nodes.version == len(nodes.steps) - 1:
+        if nodes.version == len(nodes.steps) - 1 and torch.distributed.get_world_size() == 2:
             self.optimizer.step()
 
 
@@ -328,7 +330,7 @@ class ObservedSyncer(rl.Syncer):
         return difference
 
     def refused_probe(self, folder: Path) -> float:
-        """Every weight has just changed and the node's answer has not, or is NaN: every rank must refuse it."""
+        """The node's answer is not that of weights that have just changed, or is NaN: every rank must refuse it."""
         for name, offset in (("changed", 0.0), ("nan", math.nan)):
             ScriptedNodes.current.offset = offset
             try:
@@ -338,10 +340,19 @@ class ObservedSyncer(rl.Syncer):
         return 0.0
 
 
+class EagerPolicy(rl.Policy):
+    """torch has no grouped matrix product in float64; float32 runs use it as the trainer does."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        if cfg.dtype == "float64":
+            self.model.set_experts_implementation("eager")
+
+
 def rank_main(rank: int, world: int, folder: Path, port: int) -> None:
     """What one rank of one world does, for both models."""
-    rl.Nodes, rl.Syncer = ScriptedNodes, ObservedSyncer
-    make_optimizer, ScriptedNodes.steps = rl.make_optimizer, steps_of(world)
+    rl.Nodes, rl.Syncer, rl.Policy = ScriptedNodes, ObservedSyncer, EagerPolicy
+    make_optimizer = rl.make_optimizer
 
     def observed(policy, cfg):
         optimizer, schedule = make_optimizer(policy, cfg)
@@ -354,12 +365,12 @@ def rank_main(rank: int, world: int, folder: Path, port: int) -> None:
         runs += [("dense", "recomputed", True), ("moe", "recomputed", True)]
     for offset, (kind, run, recompute) in enumerate(runs):
         os.environ["MASTER_PORT"] = str(port + offset)
-        if recompute:
-            ScriptedNodes.steps = [Step("few")]
+        ScriptedNodes.steps = [Step("few")] if recompute else steps_of(world, kind)
         Observer.folder = folder / kind / run
         Observer.folder.mkdir(exist_ok=True)
         ScriptedNodes.rows_file = folder / kind / "rows.safetensors"
-        rl.train(config(folder, kind, run, checkpoint_activations=recompute, dtype="float64"))
+        dtype = "float32" if recompute else "float64"
+        rl.train(config(folder, kind, run, checkpoint_activations=recompute, dtype=dtype))
     if world == 1:
         half_precision(folder, port + len(runs))
 
@@ -431,9 +442,11 @@ def worlds(folder, models):
         (folder / kind / "rows.safetensors").write_bytes(pack_rows(everything))
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with (folder / "worlds.log").open("w") as out:
-        process = subprocess.Popen([sys.executable, __file__, str(folder)], stdout=out, stderr=out, env=env)
+        command = [sys.executable, __file__, str(folder)]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
     yield process
-    process.kill()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
@@ -443,7 +456,7 @@ def wait_for(folder: Path, process, world: int) -> None:
     while not (folder / f"world{world}.done").exists():
         dead = process.poll() is not None and not (folder / f"world{world}.done").exists()
         if dead or time.monotonic() > end:
-            pytest.fail(f"world {world} did not finish:\n" + (folder / "worlds.log").read_text()[-4000:])
+            pytest.fail(f"world {world} did not finish:\n" + (folder / "worlds.log").read_text()[-2000:])
         time.sleep(0.05)
 
 
@@ -477,8 +490,8 @@ def test_rows_packed_together_equal_each_alone_and_a_plain_forward(models, polic
         plain_S = torch.cat([plain_logp(model, row) for row, _ in rows])
     alone_S = torch.cat([packed_logp(policy, replay, rl.pack([row], CPU)) for row in rows])
     batch = rl.pack(rows, CPU)
-    torch.testing.assert_close(alone_S, plain_S, rtol=0, atol=1e-5)
-    torch.testing.assert_close(packed_logp(policy, replay, batch), plain_S, rtol=0, atol=1e-5)
+    torch.testing.assert_close(alone_S, plain_S, rtol=0, atol=1e-5, check_dtype=False)
+    torch.testing.assert_close(packed_logp(policy, replay, batch), plain_S, rtol=0, atol=1e-5, check_dtype=False)
 
     # The comparison can fail: positions that do not restart join the rows, and the model notices.
     joined = replace(batch, positions_T=torch.arange(len(batch.ids_T)))
@@ -510,7 +523,13 @@ def test_pack_lays_out_every_array(models):
     assert start == len(batch.ids_T) and taken == len(batch.target_S)
 
 
-def test_temperature_divides_the_logits(models, policies):
+@pytest.fixture(scope="module")
+def exact(folder, models):
+    """The dense policy in float64."""
+    return rl.Policy(config(folder, "dense", "unused")).double()
+
+
+def test_temperature_divides_the_logits(models, exact):
     model, rollouts = models["dense"]
     row = rollouts[1][0]
     temperatures = (0.5, 1.0, 2.0)
@@ -520,13 +539,12 @@ def test_temperature_divides_the_logits(models, policies):
         logits_SV = model(input_ids=torch.from_numpy(row.token_ids).long()[None]).logits[0, at - 1]
     target_S = torch.from_numpy(row.token_ids[at]).long()[:, None]
     expected = [(logits_SV / t).log_softmax(-1).gather(1, target_S)[:, 0] for t in temperatures]
-    torch.testing.assert_close(packed_logp(*policies["dense"], batch), torch.cat(expected), rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed_logp(exact, None, batch), torch.cat(expected), rtol=0, atol=1e-6)
     assert (expected[0] - expected[1] / 0.5).abs().max() > 0.1  # dividing log-probs would be something else
 
 
-def test_o9_a_chunked_head_has_the_same_gradient_and_bounds_the_logits(models, policies, monkeypatch):
-    _, rollouts = models["dense"]
-    policy, _ = policies["dense"]
+def test_o9_a_chunked_head_has_the_same_gradient_and_bounds_the_logits(models, exact, monkeypatch):
+    (_, rollouts), policy = models["dense"], exact
     batch = rl.pack([(row, n) for n in FEW for row in rollouts[n]], CPU)
     heads, original = [], gate.token_logprobs
 
@@ -551,7 +569,7 @@ def test_o9_a_chunked_head_has_the_same_gradient_and_bounds_the_logits(models, p
     chunked, chunked_logp_S, chunked_entropy_S = gradient(3)
     assert {rows for rows, _ in heads} <= {3, trained % 3}
     assert sum(rows for rows, _ in heads) == 2 * trained
-    torch.testing.assert_close((chunked_logp_S, chunked_entropy_S), (logp_S, entropy_S), rtol=0, atol=1e-5)
+    torch.testing.assert_close((chunked_logp_S, chunked_entropy_S), (logp_S, entropy_S), rtol=0, atol=1e-6)
     for name, grad in whole.items():
         assert (chunked[name] - grad).norm() <= 1e-6 * grad.norm(), name
 
@@ -648,11 +666,11 @@ def test_the_batch_is_what_the_law_needs(models, references):
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_gradient_is_the_reference_for_every_world_budget_and_denominator(folder, worlds, references, kind, world):
     wait_for(folder, worlds, world)
-    for version, step in enumerate(steps_of(world)):
+    for version, step in enumerate(steps_of(world, kind)):
         expected = references[kind, step.rows.removesuffix("_split")]
         actual = load_file(folder / kind / f"world{world}" / f"gradient{version}.safetensors")
         error = gradient_error(actual, expected.gradient, expected.denominators[step.denominator])
-        assert error <= TOLERANCE, f"{step}: {error:.1e}"
+        assert error <= TOLERANCE["float64"], f"{step}: {error:.1e}"
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -660,7 +678,7 @@ def test_m6_recomputed_activations_give_the_same_gradient(folder, worlds, refere
     wait_for(folder, worlds, 2)
     expected = references[kind, "few"]
     actual = load_file(folder / kind / "recomputed" / "gradient0.safetensors")
-    assert gradient_error(actual, expected.gradient, expected.denominators["token"]) <= TOLERANCE
+    assert gradient_error(actual, expected.gradient, expected.denominators["token"]) <= TOLERANCE["float32"]
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -672,7 +690,7 @@ def read_lines(path: Path) -> list[dict]:
 def test_ledger_and_metrics_of_every_world_are_the_references(folder, worlds, models, references, kind, world):
     wait_for(folder, worlds, world)
     run, rollouts = folder / kind / f"world{world}", models[kind][1]
-    steps, ledger, metrics = steps_of(world), read_lines(run / "ledger.jsonl"), read_lines(run / "metrics.jsonl")
+    steps, ledger, metrics = steps_of(world, kind), read_lines(run / "ledger.jsonl"), read_lines(run / "metrics.jsonl")
     assert len(ledger) == len(steps) + 1 and len(metrics) == len(steps)
     for step, line, m in zip(steps, ledger, metrics, strict=False):
         expected = references[kind, step.rows.removesuffix("_split")]
@@ -698,8 +716,9 @@ def test_m13_replay_meters_count_rows_of_the_batch_once(folder, worlds, models, 
     """Fillers are no rows: they are neither replayed nor live, and lower no router's agreement."""
     wait_for(folder, worlds, world)
     metrics = read_lines(folder / "moe" / f"world{world}" / "metrics.jsonl")
+    wait_for(folder, worlds, 1)
     alone = read_lines(folder / "moe" / "world1" / "metrics.jsonl")
-    for version, step in enumerate(steps_of(world)):
+    for version, step in enumerate(steps_of(world, "moe")):
         if step.rows.endswith("split"):
             continue
         rows = [row for n in step.indices for row in models["moe"][1][n]]
@@ -720,30 +739,30 @@ def checkpoint(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_s4_weights_sent_after_a_step_are_the_saved_ones_under_checkpoint_names(folder, worlds, kind, world):
+def test_s4_weights_sent_after_a_step_are_the_saved_ones_under_checkpoint_names(folder, worlds, kind):
     """The list was made after one no-grad forward and read after many, an optimizer step and another forward."""
-    wait_for(folder, worlds, world)
-    run, before = folder / kind / f"world{world}", checkpoint(folder / kind / "model")
+    wait_for(folder, worlds, 2)
+    run, before = folder / kind / "world2", checkpoint(folder / kind / "model")
     sent, saved = load_file(run / "sent.safetensors"), checkpoint(run / "model")
     assert set(sent) == set(saved) == set(before)
     for name, tensor in sent.items():
-        assert torch.equal(tensor, saved[name]) and tensor.shape == before[name].shape
-        assert not torch.equal(tensor, before[name]), f"{name} did not change in the optimizer step"
+        assert torch.equal(tensor.float(), saved[name]) and tensor.shape == before[name].shape
+        assert not torch.equal(saved[name], before[name]), f"{name} did not change in the optimizer step"
     described = json.loads((run / "meta.json").read_text())
     assert described["metadata"] == described["iteration"], "the receiver posts its buffers in this order"
     assert sorted(name for name, _, _ in described["metadata"]) == sorted(before)
 
 
+@pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_the_weights_after_a_step_do_not_depend_on_the_world(folder, worlds, kind):
-    """World 2's last step has the gradient of world 1's (its rows are split), so its weights are the same."""
-    wait_for(folder, worlds, 4)
-    one, four = (checkpoint(folder / kind / f"world{world}" / "model") for world in (1, 4))
-    for name, tensor in one.items():
-        # AdamW's first step is ±lr wherever the gradient is not tiny; there the sign may be rounding.
-        assert ((tensor - four[name]).abs() > 1e-4).float().mean() < 1e-3, name
+def test_gathered_weights_are_the_checkpoints_in_any_world(folder, worlds, kind, world):
+    wait_for(folder, worlds, world)
+    run, before = folder / kind / f"world{world}", checkpoint(folder / kind / "model")
+    sent, saved = load_file(run / "sent.safetensors"), checkpoint(run / "model")
+    assert set(sent) == set(saved) == set(before)
+    for name, tensor in before.items():
+        assert torch.equal(sent[name].float(), tensor) and torch.equal(saved[name], tensor), name
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -796,19 +815,21 @@ def test_s5_s7_weights_of_plain_tensors_and_of_an_untied_head(tmp_path, kind, ti
         assert (meta.name, meta.dtype, meta.shape) == (name, tensor.dtype, tuple(tensor.shape))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_s7_a_probe_of_other_weights_is_refused_on_every_rank(folder, worlds, kind, world):
-    wait_for(folder, worlds, world)
-    for rank in range(world):
-        error = (folder / kind / f"world{world}" / f"changed{rank}.txt").read_text()
+def test_s7_a_probe_of_other_weights_is_refused_on_every_rank(folder, worlds, kind):
+    wait_for(folder, worlds, 2)
+    for rank in range(2):
+        error = (folder / kind / "world2" / f"changed{rank}.txt").read_text()
         difference = float(error.split("differ from the trainer's by ")[1].split(",")[0])
         assert difference > 1e-2 and "bound 0.0001" in error
 
 
 def test_a_probe_that_is_nan_is_refused(folder, worlds):
     wait_for(folder, worlds, 1)
-    assert "differ from the trainer's by nan" in (folder / "dense" / "world1" / "nan0.txt").read_text()
+    refusal = folder / "dense" / "world1" / "nan0.txt"
+    assert refusal.exists(), "a probe whose difference is NaN passed"
+    assert "differ from the trainer's by nan" in refusal.read_text()
+    assert not (folder / "dense" / "world1" / "changed0.txt").exists()  # the weights are the node's
 
 
 def test_g1_half_precision_touches_neither_temperature_nor_master_weights(folder, worlds):

@@ -202,7 +202,7 @@ def test_an_engine_that_cannot_start_ends_the_node(models, tmp_path):
 
 
 def test_the_probe_catches_experts_that_were_not_packed_again(world, tmp_path):
-    """vLLM 0.30.0's own reload on a CPU, without our mend: the sync must not commit; see PLATFORM and rollout.repack."""
+    """vLLM 0.30.0's own reload on a CPU, without our mend: the sync must not commit (see rollout.repack)."""
     import torch
     from conftest import connect
 
