@@ -27,6 +27,7 @@ Legend: T tokens of a row, S tokens of one call, L mixture-of-experts layers, K 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -166,7 +167,13 @@ def normalise_call(call: Any) -> dict:
 
 def normalise_tool(tool: Any) -> dict:
     """A tool by its function alone: ``cache_control`` and other marks beside it do not count."""
-    if not (isinstance(tool, dict) and isinstance(tool.get("function"), dict)):
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters") or {}, dict)
+        and isinstance(function.get("description") or "", str)
+    ):
         raise WireError(f"malformed tool {str(tool)[:80]}", "tools")
     return {"type": "function", "function": tool["function"]}
 
@@ -416,6 +423,8 @@ class Session:
         self.branches: list[Branch] = []
         self.calls: list[Call] = []
         self.meters: Counter[str] = Counter()
+        self.running: set[asyncio.Task] = set()
+        self.closed = False
         self.failure: BaseException | None = None
         """An engine fault met by a call: the rollout's status is then engine_error, whatever the agent made of it."""
 
@@ -435,7 +444,7 @@ class Session:
         ]
         self.meters["overridden"] += len(overridden)
         try:
-            await self.generate(call)
+            await self.sample(call)
             call.check()  # before the branch is touched: a turn is committed whole or not at all
         except ValueError as error:
             self.failure = error
@@ -447,6 +456,29 @@ class Session:
         self.commit(plan, call, message)
         finish = "tool_calls" if message.get("tool_calls") else call.finish_reason
         return Turn(message, finish, len(call.prompt_ids), len(call.token_ids), overridden)
+
+    async def sample(self, call: Call) -> None:
+        """Let the engine fill ``call``, unless the rollout ends first."""
+        if self.closed:
+            raise WireError("its rollout has ended", status=404)
+        running = asyncio.create_task(self.generate(call))
+        self.running.add(running)
+        running.add_done_callback(self.running.discard)
+        try:
+            await running
+        except asyncio.CancelledError:
+            if self.closed:
+                raise WireError("its rollout has ended", status=404) from None
+            raise
+
+    async def shut(self) -> None:
+        """The rollout is over: stop the calls that its agent left running, so that nothing is sampled unaccounted."""
+        self.closed = True
+        left = list(self.running)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
 
     def new_call(self, prompt_ids: list[int], wire: str, requested: dict) -> Call:
         """A call over ``prompt_ids``. Raises ``ContextOverflow`` when no room is left to sample."""
@@ -701,7 +733,7 @@ class Loopback:
         app.router.add_post("/s/{session}/v1/chat/completions", self.chat)
         app.router.add_get("/s/{session}/v1/models", self.models)
         # A closed socket cancels its handler, which aborts its engine call.
-        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()

@@ -20,11 +20,12 @@ N rollouts of a batch, D hidden size, V vocabulary, L mixture-of-experts layers,
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
-import math
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -175,7 +176,7 @@ class Ranks:
         else:
             torch.set_num_threads(1)
         backend = "cpu:gloo,cuda:nccl" if cfg.device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=cfg.wait_s))
+        dist.init_process_group(backend, timeout=timedelta(seconds=cfg.wait_s + cfg.request_timeout_s))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh(cfg.device, (self.world,))
 
@@ -256,7 +257,9 @@ class Nodes:
         end = time.monotonic() + self.cfg.wait_s
         states: list[dict] = []
         for url in self.urls:
-            while not (state := self.health(url))["ready"]:
+            answered = False
+            while not (state := self.health(url, answered))["ready"]:
+                answered = answered or "engine_seconds" in state
                 if time.monotonic() > end:
                     raise RuntimeError(
                         f"rollout node {url} was not ready within wait_s={self.cfg.wait_s:g} s; see its log"
@@ -265,15 +268,14 @@ class Nodes:
             states.append(state)
         return states
 
-    def health(self, url: str) -> dict:
-        """/health; a node that does not listen yet is not ready."""
-        try:
-            response = self.http.get(url + "/health")
-        except httpx.ConnectError:
-            return {"ready": False}
-        if response.status_code != 200:
-            raise RuntimeError(f"rollout node {url} answered {response.status_code}: {response.text[:200]}")
-        return response.json()
+    def health(self, url: str, answered: bool = True) -> dict:
+        """/health; a node that never answered yet may not listen yet."""
+        if not answered:
+            try:
+                self.http.get(url + "/health")
+            except httpx.ConnectError:
+                return {"ready": False}
+        return self.request("GET", url + "/health").json()
 
     def manifest(self, version: int) -> dict:
         """The next batch of all nodes. Raises ``RuntimeError`` when it takes longer than ``wait_s``."""
@@ -726,11 +728,18 @@ class Journal:
 
     def __init__(self, cfg: TrainConfig, ranks: Ranks):
         self.root, self.writes = Path(cfg.out), ranks.rank == 0
+        self.sampled = 0
+        """Sampled tokens over the ledger's lines."""
         if self.writes:
             self.root.mkdir(parents=True, exist_ok=True)
             (self.root / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
             for name in ("metrics.jsonl", "ledger.jsonl"):
                 (self.root / name).write_text("")
+
+    def ledger(self, line: dict) -> None:
+        """A balanced line."""
+        self.sampled += line["sampled"]
+        self.append("ledger.jsonl", line)
 
     def append(self, name: str, line: dict) -> None:
         if self.writes:
@@ -878,7 +887,7 @@ def train(cfg: TrainConfig) -> None:
         # Gradients, with the denominator known before the first of them.
         optimizer.zero_grad()
         loss, clipped = backward(policy, batches, replay, cfg, ranks, decision, proximal_S, advantage_S, denominator)
-        grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
+        grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip, error_if_nonfinite=True)
         optimizer.step()
         schedule.step()
         trained = time.monotonic()
@@ -887,7 +896,7 @@ def train(cfg: TrainConfig) -> None:
         probe_difference = syncer.sync(version + 1)
         synced = time.monotonic()
 
-        journal.append("ledger.jsonl", line)
+        journal.ledger(line)
         journal.step(
             {
                 "step": version + 1,
@@ -933,17 +942,22 @@ def reason_counts(decision, batch: Batch) -> torch.Tensor:
 
 
 def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Syncer, reward_before, seconds) -> None:
-    """Close the ledger, evaluate, save, tell the nodes to end, and write summary.json."""
+    """Evaluate, close the ledger, save, tell the nodes to end, and write summary.json."""
+    clock = time.monotonic()
+    reward_after = evaluate(cfg, ranks, nodes)
+    seconds["eval"] += time.monotonic() - clock
     last = {"sampled": 0, "pending_before": 0, "pending_after": 0, "dropped": {}}
     if ranks.rank == 0:
         for reply in nodes.each("/finish", {}):
             add_ledger(last, reply.json())
         if last["pending_after"]:
             raise RuntimeError(f"ledger: {last['pending_after']} sampled tokens still pending after the end: {last}")
-        journal.append("ledger.jsonl", ledger_line(cfg.steps + 1, last, torch.zeros(1, len(gate.REASONS)), 0))
-    clock = time.monotonic()
-    reward_after = evaluate(cfg, ranks, nodes)
-    seconds["eval"] += time.monotonic() - clock
+        journal.ledger(ledger_line(cfg.steps + 1, last, torch.zeros(1, len(gate.REASONS)), 0))
+        sampled = sum(nodes.health(url)["sampled"] for url in nodes.urls)
+        if sampled != journal.sampled:
+            raise RuntimeError(
+                f"ledger: its lines hold {journal.sampled} sampled tokens, the engines sampled {sampled}"
+            )
     save_model(policy, cfg, ranks, journal.root / "model")
     if ranks.rank == 0:
         nodes.each("/shutdown", {})
@@ -955,23 +969,31 @@ def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Sy
             "reward_after": reward_after,
             "seconds": {name: round(value, 1) for name, value in seconds.items()},
             "probe_max_abs_dlogp": syncer.worst,
-            "ledger_balanced": True,
+            "ledger_balanced": sampled == journal.sampled,
         }
-        assert all(math.isfinite(value) for value in seconds.values())
         (journal.root / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def end_with_parent() -> None:
+    """Die when torchrun dies: it starts ranks in sessions of their own, which no group signal reaches."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def main() -> None:
     """Entry point: any failure ends in one line that names the cause."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    end_with_parent()
     try:
         (cfg,) = HfArgumentParser(TrainConfig, allow_abbrev=False).parse_args_into_dataclasses()
         validate(cfg)
         train(cfg)
-    except (ValueError, RuntimeError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, ValueError | RuntimeError | OSError):
+            log.error("not a failure that was foreseen", exc_info=error)
         print(f"rl.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         # Not sys.exit: the other ranks may be inside a collective, and interpreter exit would wait for the group.
         os._exit(1)

@@ -10,7 +10,8 @@ The loops of this file:
   waits for  room under the staleness bound
   unblocked  by a commit (the version rises) or by a dropped group
   deadline   the node's watchdog: a trainer silent for ``trainer_timeout_s`` ends the node
-  failure    a rollout that fails is dropped with its status; the scheduler itself failing ends the node
+  failure    a rollout that fails is dropped with its status; when group after group has none that can be trained
+             on, the next manifest says so and the run ends; the scheduler itself failing ends the node
   shutdown   its task is cancelled; what was in flight is dropped with reason ``run_end``
 
 **Router** (``Router.generate``, one per call)
@@ -49,6 +50,9 @@ from datetime import timedelta
 from itertools import count, islice
 from pathlib import Path
 
+# vLLM's default on a GPU is to fork, which is not safe beside threads and would register the gloo backend twice.
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -70,7 +74,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 import agents
 import moe_replay
@@ -79,9 +83,12 @@ from loopback import Branch, Call, Loopback, Parser, Row, Sampling, Session, Tem
 log = logging.getLogger("rollout")
 
 TRAINABLE = ("ok", "truncated")
-"""Statuses that enter a baseline. The others (agent_error, agent_timeout, engine_error, no_calls) are dropped."""
+"""Statuses that enter a baseline. The others are dropped: agent_error, agent_timeout, engine_error, no_calls, and
+stale for a rollout that was too old when it was consumed."""
 LONG_POLL_S = 20.0
 """A manifest request that finds no full batch is answered 204 after this long; the trainer asks again."""
+SHUT_TIMEOUT_S = 10.0
+"""How long cancelled rollouts may take to end."""
 GROUP_TIMEOUT_S = 120
 """Deadline of one collective of the weight-transfer group."""
 
@@ -275,7 +282,10 @@ def engine_args(cfg: RolloutConfig, moe: bool) -> AsyncEngineArgs:
 def start_engines(cfg: RolloutConfig, moe: bool) -> list[AsyncLLM]:
     """Start the engines, one after another: what tells one engine's process its device is the environment."""
     engines = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     gpus = cfg.gpus.split(",") if cfg.gpus else [str(gpu) for gpu in range(cfg.engines * cfg.tensor_parallel)]
+    if visible != [""] and cfg.device == "cuda":
+        gpus = [visible[int(gpu)] for gpu in gpus]
     for index in range(cfg.engines):
         if cfg.device == "cuda":
             mine = gpus[index * cfg.tensor_parallel : (index + 1) * cfg.tensor_parallel]
@@ -299,11 +309,12 @@ class Router:
         self.load = [0] * len(engines)
         """Tokens asked of each engine and not yet sampled."""
         self.home: dict[str, int] = {}
-        self.running: set[asyncio.Task] = set()
+        self.running: dict[asyncio.Task, Call] = {}
         self.sampled = 0
         """Tokens ever sampled, counted where the engine's output arrives: the ledger's left side."""
         self.reprefilled = 0
         """Tokens prefilled again because a sync interrupted their call."""
+        self.violation: str | None = None
         self.ids = count()
 
     async def generate(self, call: Call) -> None:
@@ -315,6 +326,8 @@ class Router:
                 while reason == "abort":
                     await self.admission.wait()
                     reason = await self.request(call)
+                    if reason == "abort" and len(call.token_ids) >= call.max_tokens:
+                        reason = "length"  # the abort met a call that had just had its last token
         except TimeoutError:
             raise EngineFailure(f"call not finished in call_timeout_s={self.cfg.call_timeout_s:g}") from None
         finally:
@@ -332,7 +345,7 @@ class Router:
         asked = call.max_tokens - len(call.token_ids)
         self.load[index] += asked
         task = asyncio.create_task(self.consume(index, request_id, call))
-        self.running.add(task)
+        self.running[task] = call
         task.add_done_callback(lambda task: self.ended(task, index, asked))
         try:
             # Shielded: when the caller goes away, what the engine sampled so far must still be counted.
@@ -343,7 +356,7 @@ class Router:
 
     def ended(self, task: asyncio.Task, index: int, asked: int) -> None:
         """A request is over, however it ended."""
-        self.running.discard(task)
+        del self.running[task]
         self.load[index] -= asked
 
     async def consume(self, index: int, request_id: str, call: Call) -> str:
@@ -363,35 +376,46 @@ class Router:
         try:
             async for output in self.engines[index].generate(prompt, params, request_id):
                 final = output.outputs[0]
-        except EngineDeadError as error:
-            raise EngineFailure(f"engine {index} died: {error}") from None
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineFailure(f"engine {index}: {type(error).__name__}: {error.__cause__ or error}") from None
         self.append(call, index, version, final)
         return final.finish_reason
 
     def append(self, call: Call, index: int, version: int, final) -> None:
-        """Take over one request's tokens, log-probs and routes. Raises when an invariant does not hold."""
-        if version != self.version:
-            raise EngineFailure(f"a request spanned versions {version} and {self.version} on engine {index}")
-        ids = list(final.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(ids, final.logprobs or [], strict=True)]
-        if not all(math.isfinite(value) for value in logprobs):
-            raise EngineFailure(f"engine {index} returned a log-prob that is not finite: {logprobs}")
+        """Take over one request's tokens, log-probs and routes. An invariant that does not hold ends the node."""
+        ids, entries = list(final.token_ids), final.logprobs or []
         self.sampled += len(ids)
+        if len(entries) != len(ids):
+            self.violated(f"engine {index} returned {len(ids)} tokens and {len(entries)} log-probs")
+        logprobs = [entry[token].logprob for token, entry in zip(ids, entries, strict=True)]
         call.token_ids += ids
         call.logprobs += logprobs
         call.versions += [version] * len(ids)
         call.engines.append(index)
+        if version != self.version:
+            self.violated(f"a request spanned versions {version} and {self.version} on engine {index}")
+        if not all(math.isfinite(value) for value in logprobs):
+            self.violated(f"engine {index} returned a log-prob that is not finite: {logprobs}")
         if self.num_experts and ids:
             if final.routed_experts is None:
-                raise EngineFailure(f"engine {index} returned no routes for a mixture-of-experts model")
+                self.violated(f"engine {index} returned no routes for a mixture-of-experts model")
             routes = np.asarray(final.routed_experts)[: len(call.prompt_ids) + len(call.token_ids) - 1]
-            moe_replay.check_routes(routes, self.num_experts)
+            try:
+                moe_replay.check_routes(routes, self.num_experts)
+            except ValueError as error:
+                self.violated(f"engine {index}: {error}")
             call.routes.append(routes.astype(moe_replay.route_dtype(self.num_experts)))
 
-    async def settle(self) -> None:
-        """Wait until nothing runs on any engine."""
-        if self.running:
-            await asyncio.wait(self.running)
+    def violated(self, what: str) -> None:
+        """An invariant is broken: not one rollout's failure but the run's (``Node.watch`` ends it)."""
+        self.violation = self.violation or what
+        raise EngineFailure(what)
+
+    async def settle(self, calls: list[Call]) -> None:
+        """Wait for what the engines still do for these calls: an aborted request delivers what it had sampled."""
+        mine = [task for task, call in self.running.items() if any(call is one for one in calls)]
+        if mine:
+            await asyncio.wait(mine, timeout=self.cfg.call_timeout_s)
 
     async def pause(self) -> None:
         """Close admission and empty the engines; the calls keep what they have and wait."""
@@ -402,7 +426,7 @@ class Router:
             await asyncio.gather(*(engine.pause_generation(mode="abort") for engine in self.engines))
             if not self.running:
                 return
-            await asyncio.wait(self.running, timeout=0.5)
+            await asyncio.wait(list(self.running), timeout=0.5)
 
 
 # ------------------------------------------------------------------------------------- rollouts and scheduler
@@ -465,7 +489,9 @@ class Player:
         self.live: set[Session] = set()
         self.ended: dict[str, Rollout] = {}
         """Ended rollouts whose group has not: their tokens are pending too."""
-        self.failures: Counter[str] = Counter()
+        self.statuses: Counter[str] = Counter()
+        """Training rollouts that ended since the last manifest, by status."""
+        self.errors_logged = 0
 
     async def play(self, task: agents.Task, rollout_id: str, group_id: int, sampling: Sampling, split: str) -> Rollout:
         """Play one rollout to its end. Its sampled tokens are afterwards in its rows or in ``ledger.dropped``."""
@@ -486,17 +512,25 @@ class Player:
                 status = self.status(session, result)
         except TimeoutError:
             status = "engine_error" if session.failure else "agent_timeout"
-        except Exception as error:  # an agent is any program: whatever it raises becomes the rollout's status
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # An agent is any program: whatever it raises becomes the rollout's status. A cancellation is ours only
+            # when this task was cancelled; agents leak those of their own tasks.
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise
             status = "engine_error" if session.failure else "agent_error"
-            if self.failures[status] < 5:
+            if self.errors_logged < 5:
+                self.errors_logged += 1
                 log.error("rollout %s: %s", rollout_id, status, exc_info=error)
-        self.failures[status] += 1
+        if split == "train":
+            self.statuses[status] += 1
         return await self.finish(session, task, rollout_id, group_id, status, result, time.monotonic() - started)
 
     def status(self, session: Session, result: agents.Result) -> str:
         """The status of a rollout whose agent returned. Raises ``ValueError`` for a result that is no result."""
-        if not (isinstance(result, agents.Result) and math.isfinite(result.reward)):
+        if not isinstance(result, agents.Result) or not math.isfinite(float(result.reward)):
             raise ValueError(f"run() must return a Result with a finite reward, got {result!r}")
+        result.reward = float(result.reward)
+        result.info = {name: float(value) for name, value in result.info.items()}
         if session.failure:
             return "engine_error"
         if not any(call.committed for call in session.calls):
@@ -505,23 +539,23 @@ class Player:
 
     async def end(self, session: Session, reason: str) -> None:
         """Close the session and drop all it sampled."""
-        self.loopback.close(session)
-        await self.router_idle(session)
+        await self.close(session)
         self.ledger.dropped[reason] += session.sampled
         self.live.discard(session)
 
-    async def router_idle(self, session: Session) -> None:
-        """Wait for engine requests of calls that lost their client: their tokens are still being counted."""
-        if any(not call.committed for call in session.calls):
-            await asyncio.wait_for(self.router.settle(), self.cfg.call_timeout_s)
+    async def close(self, session: Session) -> None:
+        """After this nothing more is sampled for the session, and all that was is counted in its calls."""
+        self.loopback.close(session)
+        await session.shut()
+        await self.router.settle(session.calls)
+        self.router.home.pop(session.id, None)
 
     async def finish(self, session, task, rollout_id, group_id, status, result, seconds) -> Rollout:
         """Turn an ended session into a ``Rollout``."""
         if status not in TRAINABLE:
             await self.end(session, status)
             return Rollout(rollout_id, task.task_id, status, 0.0, [], 0, session, {}, seconds)
-        self.loopback.close(session)
-        await self.router_idle(session)
+        await self.close(session)
         rows = session.rows(rollout_id, group_id, task.task_id)
         for row in rows:
             row.reward, row.status, row.truncated = result.reward, status, result.truncated
@@ -546,8 +580,11 @@ class Scheduler:
         self.cfg, self.player, self.router, self.ledger = cfg, player, router, ledger
         self.ready: deque[Group] = deque()
         self.started = self.groups_dropped = 0
+        self.barren = 0
+        """Groups dropped one after the other because none of their rollouts could be trained on."""
         self.changed = asyncio.Event()
         self.groups: set[asyncio.Task] = set()
+        self.failure: BaseException | None = None
 
     @property
     def submitted(self) -> int:
@@ -583,25 +620,29 @@ class Scheduler:
                 group = asyncio.create_task(self.play_group(self.started, next(tasks)))
                 self.started += 1
                 self.groups.add(group)
-                group.add_done_callback(self.groups.discard)
+                group.add_done_callback(self.group_ended)
             self.changed.clear()
             await self.changed.wait()
-            for group in [group for group in self.groups if group.done()]:
-                group.result()
+            if self.failure is not None:
+                raise self.failure
+
+    def group_ended(self, group: asyncio.Task) -> None:
+        """A rollout's failure is a status; an exception that reaches this far is a fault of ours and ends the node."""
+        self.groups.discard(group)
+        if not group.cancelled() and group.exception() is not None:
+            self.failure = self.failure or group.exception()
+        self.changed.set()
 
     async def play_group(self, group_id: int, task: agents.Task) -> None:
         """The rollouts of one task, side by side."""
         cfg = self.cfg
         sampling = Sampling(cfg.temperature, 1.0, cfg.max_tokens, fixed=True)
-        try:
-            async with asyncio.TaskGroup() as group:
-                plays = [
-                    group.create_task(self.player.play(task, f"{group_id}-{index}", group_id, sampling, "train"))
-                    for index in range(cfg.group_size)
-                ]
-            self.ready.append(Group(group_id, self.player.release([play.result() for play in plays])))
-        finally:
-            self.changed.set()
+        async with asyncio.TaskGroup() as group:
+            plays = [
+                group.create_task(self.player.play(task, f"{group_id}-{index}", group_id, sampling, "train"))
+                for index in range(cfg.group_size)
+            ]
+        self.ready.append(Group(group_id, self.player.release([play.result() for play in plays])))
 
     def collect(self) -> list[Group] | None:
         """``groups_per_step`` finished groups, oldest first, for the current version; None while there are too few.
@@ -615,15 +656,27 @@ class Scheduler:
             if any(rollout.status in TRAINABLE for rollout in group.rollouts):
                 kept.append(group)
             else:
-                self.ready.remove(group)
-                self.groups_dropped += 1
-                self.changed.set()
+                self.drop(group)
         batch = kept[: self.cfg.groups_per_step]
         if len(batch) < self.cfg.groups_per_step:
             return None
         for group in batch:
             self.ready.remove(group)
+        self.barren = 0
         return batch
+
+    def drop(self, group: Group) -> None:
+        """Give up a group without a trainable rollout; another takes its place. Raises when no group is any better."""
+        self.ready.remove(group)
+        self.groups_dropped += 1
+        self.barren += 1
+        self.changed.set()
+        if self.barren > 4 * self.cfg.groups_per_step:
+            statuses = dict(Counter(rollout.status for rollout in group.rollouts))
+            raise RuntimeError(
+                f"{self.barren} groups in a row had no rollout to train on, the last one {statuses}; "
+                "the first errors are in the rollout node's log"
+            )
 
     def drop_stale(self, group: Group) -> None:
         """Drop rollouts that are too old to train on."""
@@ -631,6 +684,7 @@ class Scheduler:
             if rollout.rows and self.router.version - rollout.oldest > self.cfg.max_lag:
                 self.ledger.dropped["stale"] += rollout.sampled
                 rollout.status, rollout.rows, rollout.sampled = "stale", [], 0
+                self.player.statuses["stale"] += 1
 
     @property
     def pending(self) -> int:
@@ -650,14 +704,14 @@ class Scheduler:
 async def guard(request: web.Request, handler: Callable) -> web.StreamResponse:
     """401 without the shared secret; a fault of the request or of a sync phase answers in one line."""
     given = request.headers.get("x-instar-secret", "")
-    if not hmac.compare_digest(given, os.environ["INSTAR_SECRET"]):
+    if not hmac.compare_digest(given.encode(errors="replace"), request.app["node"].secret.encode()):
         return web.Response(status=401, text="missing or wrong x-instar-secret")
     request.app["node"].last_seen = time.monotonic()
     try:
         return await handler(request)
     except (ValueError, KeyError) as error:
         return web.Response(status=400, text=f"{type(error).__name__}: {error}")
-    except (RuntimeError, OSError, TimeoutError) as error:
+    except Exception as error:  # answered, logged, and raised by the trainer
         log.error("%s failed", request.path, exc_info=error)
         return web.Response(status=500, text=f"{request.path}: {type(error).__name__}: {error}")
 
@@ -667,6 +721,8 @@ class Node:
 
     def __init__(self, cfg: RolloutConfig):
         self.cfg = cfg
+        # Out of the environment, which programs that agents start inherit.
+        self.secret = os.environ.pop("INSTAR_SECRET")
         self.stop = asyncio.Event()
         self.failure: str | None = None
         self.last_seen = time.monotonic()
@@ -717,7 +773,7 @@ class Node:
                 web.post("/shutdown", self.shutdown),
             ]
         )
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
             await web.TCPSite(runner, self.cfg.control_host, self.cfg.control_port).start()
@@ -770,6 +826,8 @@ class Node:
             dead = [index for index, engine in enumerate(self.engines) if engine.errored]
             if dead:
                 raise EngineFailure(f"engine {dead[0]} died; its own last words are above in this log")
+            if self.router.violation:
+                raise RuntimeError(self.router.violation)
             silent = time.monotonic() - self.last_seen
             if silent > self.cfg.trainer_timeout_s:
                 raise TimeoutError(f"no trainer spoke for {silent:.0f} s (trainer_timeout_s)")
@@ -794,7 +852,11 @@ class Node:
         groups = list(self.scheduler.groups)
         for group in groups:
             group.cancel()
-        await asyncio.gather(*groups, return_exceptions=True)
+        if groups:
+            _, stuck = await asyncio.wait(groups, timeout=SHUT_TIMEOUT_S)
+            if stuck:
+                self.fail(f"{len(stuck)} groups did not end {SHUT_TIMEOUT_S:g} s after they were cancelled; an agent "
+                          "catches CancelledError")  # fmt: skip
         self.ledger.dropped["run_end"] += sum(rollout.sampled for rollout in self.scheduler.waiting())
         self.player.ended.clear()
         self.scheduler.ready.clear()
@@ -825,7 +887,7 @@ class Node:
         self.handed.clear()
         end = time.monotonic() + LONG_POLL_S
         while (batch := self.scheduler.collect()) is None:
-            if time.monotonic() > end:
+            if time.monotonic() > end or self.stop.is_set():
                 return web.Response(status=204)
             await asyncio.sleep(0.01)
         self.handed = {row.row_id: row for group in batch for rollout in group.rollouts for row in rollout.rows}
@@ -841,12 +903,11 @@ class Node:
 
     def rollout_meters(self, batch: list[Group]) -> dict[str, float]:
         """``rollout/*`` of a batch."""
-        rollouts = [rollout for group in batch for rollout in group.rollouts]
-        good = [rollout for rollout in rollouts if rollout.status in TRAINABLE]
+        good = [rollout for group in batch for rollout in group.rollouts if rollout.status in TRAINABLE]
         info, reprefilled, self.router.reprefilled = Counter(), self.router.reprefilled, 0
         for rollout in good:
             info.update({f"rollout/{name}": value / len(good) for name, value in rollout.info.items()})
-        statuses = Counter(rollout.status for rollout in rollouts)
+        statuses, self.player.statuses = self.player.statuses, Counter()
         return {
             **{f"rollout/status/{status}": number for status, number in statuses.items()},
             **info,
@@ -884,7 +945,7 @@ class Node:
     async def evaluate(self, request: web.Request) -> web.Response:
         """POST {limit, temperature}: one rollout per task of the "eval" split, at the current version."""
         asked = await request.json()
-        sampling = Sampling(asked["temperature"], 1.0, self.cfg.max_tokens, fixed=True)
+        sampling = Sampling(asked["temperature"], 1.0, self.cfg.max_tokens, fixed=False)
         tasks = list(islice(self.player.agent.tasks("eval", self.cfg.seed), asked["limit"]))
         rollouts = await asyncio.gather(
             *(self.player.play(task, f"eval-{index}", -1, sampling, "eval") for index, task in enumerate(tasks))
@@ -971,6 +1032,7 @@ class Node:
         version = (await request.json())["version"]
         if version - self.router.version not in (0, 1):
             raise ValueError(f"cannot commit version {version} after {self.router.version}")
+        await self.on_engines(lambda _, engine: engine.resume_generation())
         self.router.version = version
         self.router.admission.set()
         self.scheduler.changed.set()
@@ -1047,7 +1109,9 @@ def main() -> None:
         (cfg,) = HfArgumentParser(RolloutConfig, allow_abbrev=False).parse_args_into_dataclasses()
         validate(cfg)
         asyncio.run(serve(cfg))
-    except (ValueError, RuntimeError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, ValueError | RuntimeError | OSError):
+            log.error("not a failure that was foreseen", exc_info=error)
         print(f"rollout.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
 

@@ -14,10 +14,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 . tools/setup.sh
 
 # ---- where: which machine plays which part
+[ -z "${NODE_RANK:-}" ] || [ -n "${INSTAR_SECRET:-}" ] ||
+  fail "two nodes by hand need the same random INSTAR_SECRET exported on both"
 export INSTAR_SECRET=${INSTAR_SECRET:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
 NODES=${SLURM_JOB_NUM_NODES:-$([ -n "${NODE_RANK:-}" ] && echo 2 || echo 1)}
 if [ "$NODES" -gt 1 ] && [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${INSTAR_STARTED:-}" ]; then
-  INSTAR_STARTED=1 exec srun --ntasks-per-node=1 bash run_2x8.sh
+  INSTAR_STARTED=1 exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash run_2x8.sh
 fi
 if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ "$NODES" -gt 1 ]; then
   mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

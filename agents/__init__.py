@@ -65,7 +65,8 @@ class Context(Protocol):
     """What an agent knows about the rollout it plays."""
 
     base_url: str
-    """OpenAI-compatible address of this rollout's session, for ``OpenAI(base_url=...)``."""
+    """OpenAI-compatible address of this rollout's session, for ``AsyncOpenAI(base_url=...)``. A blocking client, or
+    any blocking code, belongs into ``asyncio.to_thread``: the loop that runs the agent also answers it."""
     session_url: str
     """The session's own address; ``base_url`` is this plus ``/v1``."""
     split: str
@@ -146,7 +147,10 @@ def load(path: str) -> type[AgentRunner]:
     spec = importlib.util.spec_from_file_location(f"instar_agent_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's file: named with what is wrong in it
+        raise ValueError(f"agent file {path} does not import: {type(error).__name__}: {error}") from error
     runner = vars(module).get("AgentRunner")
     if not (isinstance(runner, type) and issubclass(runner, AgentRunner)):
         raise ValueError(

@@ -73,7 +73,7 @@ class Calculator(Env):
         try:
             arguments = json.loads(call["function"]["arguments"])
             text = str(int(arguments["a"]) + int(arguments["b"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             text = "error"
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 

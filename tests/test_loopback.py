@@ -1174,7 +1174,8 @@ def test_a_fault_of_the_request_is_400_in_the_wires_shape_and_samples_nothing(na
 
 @pytest.mark.parametrize("depth", [100, 600, 900])
 def test_no_depth_of_nesting_is_a_5xx(depth):
-    tools = b'[{"type": "function", "function": {"name": "f", "parameters": ' + b"[" * depth + b"]" * depth + b"}}]"
+    deep = b'{"x": ' + b"[" * depth + b"]" * depth + b"}"
+    tools = b'[{"type": "function", "function": {"name": "f", "parameters": ' + deep + b"}}]"
     [(status, reply)] = post(Engine(ids("a <eot>")), b'{"messages": [{"role": "user"}], "tools": ' + tools + b"}")
     assert status in ((200,) if depth == 100 else (200, 400)), reply
 

@@ -43,7 +43,7 @@ class InstantPlayer:
     """Rollouts that take as long as a random number says, stamped with the version they end at."""
 
     def __init__(self, router, rng: random.Random):
-        self.router, self.rng, self.ended, self.live = router, rng, {}, set()
+        self.router, self.rng, self.ended, self.live, self.statuses = router, rng, {}, set(), Counter()
         self.agent = SimpleNamespace(tasks=lambda split, seed: (agents.Task(str(n), {}) for n in range(5)))
 
     async def play(self, task, rollout_id, group_id, sampling, split):
@@ -85,7 +85,9 @@ def test_the_bound_holds_and_no_consumed_token_lags_more(max_lag, seed):
 
 def scheduler_with(groups: list[Group], version: int, max_lag: int) -> Scheduler:
     router = SimpleNamespace(version=version)
-    scheduler = Scheduler(config(max_lag=max_lag), SimpleNamespace(ended={}, live=set()), router, Ledger())
+    scheduler = Scheduler(
+        config(max_lag=max_lag), SimpleNamespace(ended={}, live=set(), statuses=Counter()), router, Ledger()
+    )
     scheduler.ready.extend(groups)
     scheduler.started = len(groups)
     return scheduler
@@ -109,6 +111,32 @@ def test_groups_are_handed_out_oldest_first_and_a_group_of_failures_never():
     scheduler = scheduler_with(groups, version=0, max_lag=0)
     assert [group.group_id for group in scheduler.collect()] == [2, 3, 4]
     assert scheduler.submitted == 3
+
+
+def test_groups_that_all_fail_end_the_run_with_the_statuses():
+    """An agent that always raises must not be played for ever."""
+    scheduler = scheduler_with([], version=0, max_lag=0)
+    with pytest.raises(RuntimeError, match=r"13 groups in a row .*'agent_error': 1"):
+        for number in range(99):
+            scheduler.ready.append(Group(number, [ended(f"{number}-0", [0], "agent_error")]))
+            assert scheduler.collect() is None
+
+
+def test_a_fault_of_ours_in_a_group_ends_the_scheduler():
+    async def scenario():
+        scheduler = scheduler_with([], version=0, max_lag=0)
+        scheduler.started = 0
+
+        async def broken(*_):
+            raise AssertionError("an invariant")
+
+        scheduler.player.play = broken
+        scheduler.player.agent = SimpleNamespace(tasks=lambda split, seed: [agents.Task("t", {})])
+        await asyncio.wait_for(scheduler.run(), 1)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(scenario())
+    assert "an invariant" in str(caught.value.exceptions[0])
 
 
 def test_a_run_of_so_many_steps_starts_no_group_beyond_them():
@@ -200,9 +228,30 @@ CASES = {
     "an agent that calls nothing": (lambda ctx: returning(agents.Result(reward=1.0)), sample, "no_calls", 0.0, 0),
     "a reward that is NaN": (lambda ctx: nan(ctx), sample, "agent_error", 0.0, 2),
     "no result": (lambda ctx: returning(None), sample, "agent_error", 0.0, 0),
+    "an agent that leaks its own task's cancellation": (lambda ctx: leak(ctx), sample, "agent_error", 0.0, 2),
+    "an agent that exits": (lambda ctx: leave(ctx), sample, "agent_error", 0.0, 2),
+    "info that is no number": (lambda ctx: words(ctx), sample, "agent_error", 0.0, 2),
     "a dead engine": (one_turn, dying_engine, "engine_error", 0.0, 0),
     "a dead engine whose error the agent swallows": (swallow, dying_engine, "engine_error", 0.0, 0),
 }
+
+
+async def leak(ctx):
+    await one_turn(ctx)
+    task = asyncio.create_task(asyncio.sleep(9))
+    task.cancel()
+    await task
+
+
+async def leave(ctx):
+    await one_turn(ctx)
+    raise SystemExit(0)
+
+
+async def words(ctx) -> agents.Result:
+    result = await one_turn(ctx)
+    result.info["answer"] = "many"
+    return result
 
 
 async def cut(ctx) -> agents.Result:
@@ -214,6 +263,43 @@ async def cut(ctx) -> agents.Result:
 async def nan(ctx) -> agents.Result:
     await one_turn(ctx)
     return agents.Result(reward=float("nan"))
+
+
+def test_a_call_that_the_agent_left_running_is_stopped_and_counted():
+    """It would go on sampling after the rollout's tokens were accounted for."""
+
+    async def scenario():
+        engine = FakeEngine(ticks=1000)
+        router = Router([engine], config(), [9], 0)
+        player = Player.__new__(Player)
+        player.cfg, player.loopback, player.ledger = config(), FakeLoopback(router.generate), Ledger()
+        player.router, player.live, player.ended = router, set(), {}
+        player.statuses, player.errors_logged = Counter(), 0
+
+        class AgentRunner(agents.AgentRunner):
+            @classmethod
+            def tasks(cls, split, seed):
+                return []
+
+            async def run(self, task, ctx):
+                say = [{"role": "user", "content": "x"}]
+                engine.ticks = 2
+                await ctx.chat(say, [])
+                engine.ticks = 1000
+                self.left = asyncio.create_task(ctx.chat(say, []))
+                await asyncio.sleep(0.01)
+                return agents.Result()
+
+        player.agent = AgentRunner
+        result = await player.play(agents.Task("t", {}), "0-0", 0, TRAIN, "train")
+        assert not router.running
+        counted = result.sampled + player.ledger.dropped.total()
+        await asyncio.sleep(0.02)
+        return router.sampled, counted, player.ledger.dropped
+
+    sampled, counted, dropped = asyncio.run(scenario())
+    assert sampled == counted
+    assert dropped["disconnect"] > 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -232,8 +318,9 @@ def test_statuses(name):
     async def scenario():
         player = Player.__new__(Player)
         player.cfg, player.loopback, player.ledger = config(rollout_timeout_s=0.2), FakeLoopback(generate), Ledger()
-        player.router = SimpleNamespace(settle=lambda: asyncio.sleep(0))
-        player.agent, player.live, player.ended, player.failures = AgentRunner, set(), {}, Counter()
+        player.router = SimpleNamespace(settle=lambda calls: asyncio.sleep(0), home={})
+        player.agent, player.live, player.ended = AgentRunner, set(), {}
+        player.statuses, player.errors_logged = Counter(), 0
         return player, await player.play(agents.Task("t", {}), "0-0", 0, TRAIN, "train")
 
     player, result = asyncio.run(scenario())
@@ -339,6 +426,15 @@ def test_a_request_that_spans_two_versions_is_refused():
         asyncio.run(scenario())
 
 
+def test_a_broken_invariant_is_remembered_and_its_tokens_are_counted():
+    """``Node.watch`` ends the run on it: it is not one rollout's failure."""
+    router, call = Router([FakeEngine(logprob=float("inf"))], config(), [9], 0), a_call()
+    with pytest.raises(EngineFailure):
+        asyncio.run(router.generate(call))
+    assert "not finite" in router.violation
+    assert router.sampled == len(call.token_ids) == 6
+
+
 def test_a_logprob_that_is_not_finite_and_missing_routes_are_refused():
     with pytest.raises(EngineFailure, match="not finite"):
         asyncio.run(Router([FakeEngine(logprob=float("nan"))], config(), [9], 0).generate(a_call()))
@@ -357,7 +453,7 @@ def test_a_cancelled_call_aborts_its_request_and_its_tokens_are_still_counted():
         await asyncio.sleep(0.02)
         running.cancel()
         await asyncio.wait([running])
-        await asyncio.wait_for(router.settle(), 1)
+        await asyncio.wait_for(router.settle([call]), 1)
         return router, call, engine
 
     router, call, engine = asyncio.run(scenario())

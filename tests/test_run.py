@@ -136,10 +136,12 @@ def test_the_engines_death_ends_the_run_with_its_cause(models, launch):
     assert "engine 0 died" in out
 
 
-def test_the_trainers_death_ends_the_run(models, launch):
+@pytest.mark.parametrize("victim", ["rl.py --model", "torch.distributed.run"])
+def test_the_trainers_death_ends_the_run(victim, models, launch):
+    """One rank is killed, then torchrun itself, whose ranks sit in sessions of their own."""
     run = launch(models["dense"], STEPS="500")
     run.wait_for_step()
-    kill("rl.py --model", run)
+    kill(victim, run)
     out = run.end(60)
     assert run.process.returncode != 0
     assert "error: the run failed" in out

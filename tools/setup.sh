@@ -5,7 +5,8 @@ fail() { echo "${0##*/}: error: $*" >&2; exit 1; }
 
 PYTHON=${PYTHON:-python3}
 GPU_COUNT=${GPU_COUNT:-0}
-if [ "$GPU_COUNT" -eq 0 ] && command -v nvidia-smi >/dev/null 2>&1; then GPU_COUNT=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true); fi
+if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then GPU_COUNT=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
+if [ "$GPU_COUNT" -eq 0 ] && [ -z "${CUDA_VISIBLE_DEVICES+set}" ] && command -v nvidia-smi >/dev/null 2>&1; then GPU_COUNT=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true); fi
 DEVICE=${DEVICE:-$([ "$GPU_COUNT" -gt 0 ] && echo cuda || echo cpu)}
 REQUIREMENTS=requirements-$([ "$DEVICE" = cuda ] && echo gpu || echo cpu).txt
 PY=$PWD/.venv/bin/python

@@ -10,12 +10,17 @@ import json
 from pathlib import Path
 
 
+def number(value: float | None) -> str:
+    """A reward, or a dash where nothing was evaluated."""
+    return "–" if value is None else f"{value:.3f}"
+
+
 def table(summary: dict) -> str:
     """The lines a person reads at the end of a run."""
     seconds = "  ".join(f"{name} {value:g}" for name, value in summary["seconds"].items())
     lines = [
         f"{'':22s}{'before':>8s}{'after':>8s}",
-        f"{'held-out reward':22s}{summary['reward_before']:8.3f}{summary['reward_after']:8.3f}",
+        f"{'held-out reward':22s}{number(summary['reward_before']):>8s}{number(summary['reward_after']):>8s}",
         f"worst probe |dlogp| {summary['probe_max_abs_dlogp']:.1e}, ledger balanced: {summary['ledger_balanced']}",
         f"seconds: {seconds}",
     ]
