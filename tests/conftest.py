@@ -95,7 +95,7 @@ def start_rollout(model: Path, log: Path, port: int, program: str = "rollout.py"
         )
 
 
-def connect(moe: bool, folder: Path, program: str = "rollout.py") -> Node:
+def connect(ranks, moe: bool, folder: Path, program: str = "rollout.py") -> Node:
     """Start a node on a new model and join it as its trainer."""
     import rl
 
@@ -104,7 +104,6 @@ def connect(moe: bool, folder: Path, program: str = "rollout.py") -> Node:
     process = start_rollout(model, log, port, program)
     cfg = rl.TrainConfig(model=str(model), out=str(folder / "run"), rollout_urls=f"http://127.0.0.1:{port}", wait_s=180)
     try:
-        ranks = rl.Ranks(cfg)
         nodes = rl.Nodes(cfg)
         policy = rl.shard(rl.Policy(cfg), cfg, ranks)
         replay = rl.make_replay(policy, cfg, ranks.device)
@@ -120,7 +119,7 @@ def connect(moe: bool, folder: Path, program: str = "rollout.py") -> Node:
 
 @pytest.fixture(scope="session")
 def world():
-    """The environment of a one-rank trainer."""
+    """A trainer's process group of one rank, for the whole session."""
     values = {
         "LOCAL_RANK": "0",
         "RANK": "0",
@@ -129,17 +128,17 @@ def world():
         "MASTER_PORT": str(free_port()),
     }
     os.environ.update(values)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    import rl
+
+    yield rl.Ranks(rl.TrainConfig(wait_s=180))
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session", params=["dense", "moe"])
 def node(request, world, tmp_path_factory):
     """A node with a real engine, dense and mixture-of-experts in turn, and a trainer connected to it."""
     began = time.monotonic()
-    node = connect(request.param == "moe", tmp_path_factory.mktemp(request.param))
+    node = connect(world, request.param == "moe", tmp_path_factory.mktemp(request.param))
     print(f"{request.param} engine ready after {time.monotonic() - began:.0f} s")
     yield node
     node.stop()
-    torch.distributed.destroy_process_group()

@@ -145,9 +145,13 @@ def test_abort_and_resume_stamps_each_token_with_the_weights_that_sampled_it(nod
         assert (np.diff(versions) >= 0).all()
         for version in sorted(set(versions)):
             load(node, snapshots[version])
-            # Routes are recorded first writer wins, so later versions' routes may differ: route live here.
-            difference = np.abs(logprobs(node, row, replay=False).numpy() - recorded)[versions == version]
-            assert difference.max() < 1e-4, (row.row_id, version, difference.max())
+            # A row keeps the first route of a position, so the first version's tokens are replayed. Later versions
+            # prefilled the same positions by routes of their own, which no row holds: they are scored by live
+            # routing, where a near tie may fall the other way. Hence "nearly all" for them, on experts only.
+            first = version == versions[0]
+            difference = np.abs(logprobs(node, row, replay=first).numpy() - recorded)[versions == version]
+            share = float((difference < 1e-4).mean())
+            assert share == 1 if first or node.replay is None else share > 0.9, (row.row_id, version, difference)
     load(node, current)
 
 

@@ -229,7 +229,7 @@ class ScriptedNodes:
     current: ScriptedNodes
 
     def __init__(self, cfg):
-        self.cfg, self.version = cfg, 0
+        self.cfg, self.version, self.sampled = cfg, 0, 0
         self.urls = ["http://a", "http://b"]
         self.known = {row.row_id: row for row in unpack_rows(self.rows_file.read_bytes())}
         ScriptedNodes.current = self
@@ -244,6 +244,10 @@ class ScriptedNodes:
     def wait_ready(self) -> list[dict]:
         state = {"ready": True, "max_lag": self.cfg.max_lag, "version": 0, "workers": 1, "engine_seconds": 0.0}
         return [state, state]
+
+    def health(self, url: str) -> dict:
+        """What the engines count themselves: here all of it is the first node's."""
+        return {"sampled": self.sampled if url == self.urls[0] else 0}
 
     def row_ids(self, rollout: int) -> list[str]:
         ids = [f"r{rollout}.{i}" for i in range(len(PLANS[rollout].lengths))]
@@ -263,6 +267,7 @@ class ScriptedNodes:
                 if PLANS[n].node == node:
                     groups.setdefault(PLANS[n].group, []).append(rollout)
             sampled = sum(r["sampled"] for group in groups.values() for rollout in group for r in rollout["rows"])
+            self.sampled += sampled + 7
             ledger = {"sampled": sampled + 7, "pending_before": 2, "pending_after": 5, "dropped": {"agent_error": 4}}
             listed = [{"group_id": name, "rollouts": rollouts} for name, rollouts in groups.items()]
             parts.append({"url": url, "groups": listed, "ledger": ledger, "meters": {}})

@@ -208,7 +208,7 @@ def test_the_probe_catches_experts_that_were_not_packed_again(world, tmp_path):
     import torch
     from conftest import connect
 
-    node = connect(True, tmp_path, program="tests/node_without_repack.py")
+    node = connect(world, True, tmp_path, program="tests/node_without_repack.py")
     try:
         with torch.no_grad():
             for name, parameter in node.policy.named_parameters():
@@ -219,4 +219,3 @@ def test_the_probe_catches_experts_that_were_not_packed_again(world, tmp_path):
         assert node.nodes.wait_ready()[0]["version"] == 0
     finally:
         node.stop()
-        torch.distributed.destroy_process_group()
