@@ -113,7 +113,7 @@ done
 if [ "$CODE" -ne 0 ]; then
   sleep 1   # the other side's last line may name the cause
   echo "run_2x8.sh: error: the run failed (exit $CODE); causes, and the logs they are from:" >&2
-  grep -H -E '^(rollout|rl)\.py: error: |No space left|Killed|out of memory' "$OUT"/*.log | sort -u | head -n 5 >&2 ||
+  grep -H -E '^(rollout|rl)\.py: error: |No space left|Killed|out of memory' "$OUT"/*.log | awk '!seen[$0]++' | head -n 5 >&2 ||
     tail -n 3 "$OUT"/*.log >&2
   exit "$CODE"
 fi
