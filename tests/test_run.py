@@ -56,6 +56,8 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # A shell that was started in the background ignores Ctrl-C, and so would everything under it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def end(self, seconds: float) -> str:
