@@ -49,6 +49,11 @@ ARRAYS = {"token_ids": np.int32, "sampled": np.bool_, "logprobs": np.float32, "v
 """The per-token arrays of a row; where a token was not sampled its log-prob is NaN, its version and call are -1."""
 
 
+TRAINABLE = ("ok", "truncated")
+"""Statuses that enter a baseline. The others are dropped: agent_error, agent_timeout, engine_error, no_calls, and
+stale for a rollout that was too old when it was consumed."""
+
+
 @dataclass
 class Row:
     """One segment as the trainer receives it."""
@@ -364,21 +369,17 @@ class Branch:
 
     def add_routes(self, routes_SLK: np.ndarray) -> int:
         """Lay down one engine request's routes; returns the number of conflicting positions."""
-        grow = len(self.ids) - (0 if self.experts is None else len(self.experts))
-        blank = np.zeros((grow, *routes_SLK.shape[1:]), routes_SLK.dtype)
-        self.experts = blank if self.experts is None else np.concatenate([self.experts, blank])
-        self.known = np.concatenate([np.zeros(0, bool) if self.known is None else self.known, np.zeros(grow, bool)])
+        if self.experts is None:
+            self.experts, self.known = routes_SLK[:0], np.zeros(0, bool)
+        self.experts, self.known = moe_replay.extend(self.experts, self.known, len(self.ids))
         return moe_replay.lay_down(self.experts, self.known, routes_SLK)
 
     def row_arrays(self) -> dict[str, np.ndarray]:
         """The arrays of a row. A dense model's routes have no layers; a token past the last call is unknown."""
         out = {name: np.array(values, ARRAYS[name]) for name, values in self.arrays.items()}
-        total = len(self.ids)
-        experts = np.zeros((total, 0, 0), np.uint8) if self.experts is None else self.experts
-        known = np.zeros(total, bool) if self.known is None else self.known
-        grow = total - len(experts)
-        experts = np.concatenate([experts, np.zeros((grow, *experts.shape[1:]), experts.dtype)])
-        known = np.concatenate([known, np.zeros(total - len(known), bool)])
+        dense = np.zeros((0, 0, 0), np.uint8), np.zeros(0, bool)
+        routes = dense if self.experts is None else (self.experts, self.known)
+        experts, known = moe_replay.extend(*routes, len(self.ids))
         return out | {"experts": experts, "experts_known": known}
 
 

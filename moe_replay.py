@@ -51,6 +51,13 @@ def check_routes(experts_TLK: np.ndarray, num_experts: int) -> None:
         )
 
 
+def extend(experts_TLK: np.ndarray, known_T: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """A segment's arrays made as long as its ``num_tokens`` tokens; the added rows are unknown."""
+    missing = num_tokens - len(known_T)
+    blank = np.zeros((missing, *experts_TLK.shape[1:]), experts_TLK.dtype)
+    return np.concatenate([experts_TLK, blank]), np.concatenate([known_T, np.zeros(missing, bool)])
+
+
 def lay_down(experts_TLK: np.ndarray, known_T: np.ndarray, routes_SLK: np.ndarray) -> int:
     """Write the routes of positions 0..S-1 into a segment's arrays, first writer wins, in place.
 

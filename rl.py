@@ -50,11 +50,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import gate
 import moe_replay
-from loopback import Row, unpack_rows
+from loopback import TRAINABLE, Row, unpack_rows
 
 log = logging.getLogger("rl")
 
-TRAINABLE = ("ok", "truncated")
 COUNTED = ("rollout/status/", "rollout/reprefilled", "identity/closing", "identity/turns", "identity/overridden",
            "identity/route_conflicts", "identity/echo_mismatch")  # fmt: skip
 """Meters of a node that count; the others are means."""
@@ -863,8 +862,8 @@ def train(cfg: TrainConfig) -> None:
         # Rewards to advantages, over rollouts; a crash is not a reward of 0.
         valid_N = torch.tensor([rollout["status"] in TRAINABLE for rollout in rollouts])
         reward_N = torch.tensor([rollout["reward"] for rollout in rollouts], dtype=torch.float64)
-        names = sorted({rollout["group"] for rollout in rollouts})
-        group_N = torch.tensor([names.index(rollout["group"]) for rollout in rollouts])
+        groups = {name: index for index, name in enumerate(sorted({rollout["group"] for rollout in rollouts}))}
+        group_N = torch.tensor([groups[rollout["group"]] for rollout in rollouts])
         advantage_N = gate.advantages(cfg.advantage, reward_N, group_N, valid_N).float().to(ranks.device)
 
         # The gate: which tokens are trained, and with what weight.

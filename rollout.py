@@ -78,13 +78,22 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 import agents
 import moe_replay
-from loopback import Branch, Call, Loopback, Parser, Row, Sampling, Session, Template, identity_meters, pack_rows
+from loopback import (
+    TRAINABLE,
+    Branch,
+    Call,
+    Loopback,
+    Parser,
+    Row,
+    Sampling,
+    Session,
+    Template,
+    identity_meters,
+    pack_rows,
+)
 
 log = logging.getLogger("rollout")
 
-TRAINABLE = ("ok", "truncated")
-"""Statuses that enter a baseline. The others are dropped: agent_error, agent_timeout, engine_error, no_calls, and
-stale for a rollout that was too old when it was consumed."""
 LONG_POLL_S = 20.0
 """A manifest request that finds no full batch is answered 204 after this long; the trainer asks again."""
 SHUT_TIMEOUT_S = 10.0
@@ -872,10 +881,7 @@ class Node:
                 "sampled": self.router.sampled if self.ready else 0,
                 "workers": self.cfg.engines * self.cfg.tensor_parallel,
                 "engine_seconds": self.engine_seconds,
-                "groups_per_step": self.cfg.groups_per_step,
-                "group_size": self.cfg.group_size,
                 "max_lag": self.cfg.max_lag,
-                "temperature": self.cfg.temperature,
             }
         )
 
