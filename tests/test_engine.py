@@ -76,8 +76,7 @@ def test_recorded_logprobs_equal_the_trainers_forward_over_turns_and_syncs(node)
 
 
 def test_rows_hold_exactly_what_the_engine_sampled(node):
-    """NaN, -1 and False where nothing was sampled; the ledger of each batch balances; failures are counted."""
-    statuses = set()
+    """NaN, -1 and False where nothing was sampled; the ledger balances; a rollout that is not ok has no row."""
     for _ in range(4):
         manifest, rows = take(node)
         ledger = manifest["ledger"]
@@ -90,9 +89,12 @@ def test_rows_hold_exactly_what_the_engine_sampled(node):
             assert np.isfinite(row.logprobs[row.sampled]).all()
             assert (row.versions[~row.sampled] == -1).all()
             assert row.status == "ok"
-        statuses |= {rollout["status"] for rollout in manifest["rollouts"]}
+        for rollout in manifest["rollouts"]:
+            fails = int(rollout["task_id"].removeprefix("train-")) % 7 == 6
+            # Which rollouts are too old depends on how fast this machine samples; that they have no rows does not.
+            assert rollout["status"] in ({"agent_error"} if fails else {"ok", "stale"})
+            assert bool(rollout["rows"]) == (rollout["status"] == "ok")
         sync(node)
-    assert statuses == {"ok", "agent_error"} or statuses == {"ok"}
 
 
 def test_routes_are_known_but_for_the_last_token_and_equal_the_live_ones(node):
