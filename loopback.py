@@ -1,19 +1,21 @@
-"""The loopback: any program that speaks to an OpenAI address becomes a source of token-exact rows.
+"""The loopback: any program that speaks to an OpenAI or Anthropic address becomes a source of token-exact rows.
 
 One session belongs to one rollout. It holds branches; a branch is an append-only sequence of token ids beside the
 messages those ids stand for. A request says messages; this file decides which branch it continues and which ids
 are new, lets the engine sample over exactly those ids, and appends what was sampled. Text is never tokenized back
 into something that is trained: a sampled id is an id that the engine returned, in exactly one row.
 
-Read in this order: ``Row`` (what leaves), ``Template`` (messages to ids), ``Branch`` and ``Session`` (the token
-accumulation), ``Parser`` (ids to a reply), ``Loopback`` (the wire).
+Read in this order: ``Row`` (what leaves), ``normalise`` (the one shape of a message), ``Template`` (messages to ids),
+``Branch`` and ``Session`` (the token accumulation), the three wires ``Chat``, ``Responses`` and ``Messages`` (their
+JSON to an ``Ask``, a ``Turn`` to their JSON), ``Loopback`` (the server).
 
 One loop lives here, the aiohttp server:
   consumes   HTTP requests on 127.0.0.1, each inside one session's address
-  produces   turns committed to that session, and replies
-  waits for  ``generate`` (the router of rollout.py), which has a deadline of its own
-  unblocked  by the router, or by the client closing its socket, which cancels the call
-  failure    a fault of the request is 400/404 in the wire's error shape; a fault of the engine is 503
+  produces   turns committed to that session, and replies; a stream is told from a turn that is already committed
+  waits for  ``generate`` (the router of rollout.py), which has a deadline of its own; a stream's client is sent a
+             sign of life every ``KEEP_ALIVE_S`` meanwhile
+  unblocked  by the router, or by the last client of a call closing its socket, which cancels the call
+  failure    a fault of the request is 4xx in the wire's error shape; a fault of the engine is 503
   shutdown   ``stop()`` closes the listener; sessions are closed by the rollouts that own them
 
 Worked example, a length stop in turn 1 (``<eot>`` is id 9, the newline after it 10; ``*`` marks sampled ids):
@@ -28,20 +30,35 @@ Legend: T tokens of a row, S tokens of one call, L mixture-of-experts layers, K 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import functools
+import hashlib
+import io
 import json
+import re
 import secrets
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 from jinja2 import TemplateError
+from PIL import Image
 
 import moe_replay
 from agents import ContextOverflow, Message
+
+KEEP_ALIVE_S = 0.5
+"""A stream whose turn is not there yet gets a sign of life this often, so that no client's read time-out fires."""
+MAX_BODY, MAX_MESSAGES, MAX_DEPTH, MAX_PIXELS, MAX_N = 32 * 2**20, 10_000, 64, 2**24, 128
+"""Bounds of a request: bytes (413), messages, nesting of a value, pixels of an image, choices (400)."""
+
 
 # ------------------------------------------------------------------------------------------------- rows
 
@@ -76,6 +93,8 @@ class Row:
     truncated: bool = False
     calls: list[dict] = field(default_factory=list)
     """Per call of the rollout: wire, engine, finish reason, version spans, seconds."""
+    images: list[str] = field(default_factory=list)
+    """Data URIs of the images among the row's context, in order."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -105,7 +124,7 @@ def unpack_rows(data: bytes) -> list[Row]:
     return rows
 
 
-# ---------------------------------------------------------------------------------------- messages to ids
+# ------------------------------------------------------------------------------------- one shape of a message
 
 BREAK = "\ufdd0\ufdd1"
 """Two Unicode noncharacters: they mark, in rendered text, places where no control token may begin."""
@@ -119,29 +138,77 @@ class WireError(ValueError):
         self.param, self.status, self.code = param, status, code
 
 
-def content_text(content: Any) -> str:
-    """The text of a message's content: null, absent, "" and [] are one; text parts are joined."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise WireError(f"content must be a string or a list of parts, got {type(content).__name__}", "messages")
-    for part in content:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise WireError(f"content part {str(part)[:80]} is not supported: this model takes text parts", "messages")
-    return "".join(part["text"] for part in content)
+def shallow(value: Any, left: int = MAX_DEPTH) -> None:
+    """Raise ``WireError`` for a value nested deeper than ``MAX_DEPTH``."""
+    if not left:
+        raise WireError(f"the body is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            shallow(item, left - 1)
 
 
-def parsed_arguments(arguments: Any) -> Any:
-    """Tool arguments as templates want them: the JSON object they spell, or the text itself when they spell none."""
-    if not isinstance(arguments, str):
-        return arguments
+IMAGE_PARTS = ("image_url", "input_image", "image")
+
+
+@functools.lru_cache(maxsize=256)
+def picture(uri: str) -> Image.Image:
+    """The image of a base64 data URI. Raises ``WireError`` for anything else: nothing is fetched from a network."""
+    found = re.fullmatch(r"data:image/(png|jpeg|gif|webp);base64,([A-Za-z0-9+/=\s]*)", uri)
+    if found is None:
+        raise WireError(f"image {uri[:40]!r} is no base64 data URI of a png, jpeg, gif or webp; URLs are not fetched: "
+                        "send the image's bytes", "messages")  # fmt: skip
     try:
-        value = json.loads(arguments)
+        image = Image.open(io.BytesIO(base64.b64decode(found[2])), formats=["PNG", "JPEG", "GIF", "WEBP"])
+        if image.width * image.height > MAX_PIXELS:
+            raise WireError(f"image of {image.width}x{image.height} has more than {MAX_PIXELS} pixels", "messages")
+        return image.convert("RGB")
+    except (OSError, SyntaxError, binascii.Error, Image.DecompressionBombError) as error:
+        raise WireError(f"image cannot be decoded: {error}", "messages") from None
+
+
+def content(value: Any) -> str | list[dict]:
+    """A message's content: null, absent, "" and [] are one; text parts are joined, unless images stand among them."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise WireError(f"content must be a string or a list of parts, got {type(value).__name__}", "messages")
+    parts = [content_part(part) for part in value]
+    return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+
+
+def content_part(part: Any) -> dict:
+    """A text or image part, in the spelling of any wire."""
+    sort = part.get("type") if isinstance(part, dict) else None
+    if sort in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    source = part.get("source" if sort == "image" else "image_url") if sort in IMAGE_PARTS else None
+    if isinstance(source, dict):
+        given = (
+            f"data:{source.get('media_type')};base64,{source.get('data')}" if "data" in source else source.get("url")
+        )
+        source = str(given)
+    if not isinstance(source, str):
+        raise WireError(f"content part {str(part)[:80]} is not supported: text and image parts are", "messages")
+    picture(source)
+    return {"type": "image", "image": source}
+
+
+def images_of(messages: list[Message]) -> list[str]:
+    """The data URIs of all images, in the order of the messages."""
+    listed = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return [part["image"] for parts in listed for part in parts if part["type"] == "image"]
+
+
+def parsed_arguments(arguments: Any) -> dict:
+    """Tool arguments as a mapping, for templates and comparison: nothing and null are {}; what spells no JSON object
+    is kept whole under ``INVALID_JSON``."""
+    if arguments is None or isinstance(arguments, dict):
+        return arguments or {}
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+        value = arguments
+    return value if isinstance(value, dict) else {} if value in (None, "") else {"INVALID_JSON": arguments}
 
 
 def normalise(message: Any) -> Message:
@@ -152,9 +219,11 @@ def normalise(message: Any) -> Message:
     if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
         raise WireError("each message must be an object with a role", "messages")
     role = "system" if message["role"] == "developer" else message["role"]
-    out: Message = {"role": role, "content": content_text(message.get("content"))}
-    if message.get("reasoning_content"):
-        out["reasoning_content"] = str(message["reasoning_content"])
+    out: Message = {"role": role, "content": content(message.get("content"))}
+    # Some clients sign the assistant's turns with a name, which it did not say.
+    for name in ("reasoning_content",) if role == "assistant" else ("name", "tool_call_id"):
+        if message.get(name):
+            out[name] = str(message[name])
     if not isinstance(message.get("tool_calls") or [], list):
         raise WireError("tool_calls must be a list", "messages")
     if message.get("tool_calls"):
@@ -163,37 +232,70 @@ def normalise(message: Any) -> Message:
 
 
 def normalise_call(call: Any) -> dict:
-    """A tool call by what it asks for: name and parsed arguments."""
+    """A tool call: its id, the tool's name, and its arguments as a mapping."""
     if not (isinstance(call, dict) and isinstance(call.get("function"), dict) and "name" in call["function"]):
         raise WireError(f"malformed tool call {str(call)[:80]}", "messages")
     function = {"name": str(call["function"]["name"]), "arguments": parsed_arguments(call["function"].get("arguments"))}
-    return {"type": "function", "function": function}
+    return {"type": "function", "id": str(call.get("id") or ""), "function": function}
+
+
+FUNCTIONS = ("function", "custom", None)
+"""Types of a tool that is the client's own function."""
 
 
 def normalise_tool(tool: Any) -> dict:
-    """A tool by its function alone: ``cache_control`` and other marks beside it do not count."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not (
-        isinstance(function, dict)
-        and isinstance(function.get("name"), str)
-        and isinstance(function.get("parameters") or {}, dict)
-        and isinstance(function.get("description") or "", str)
-    ):
+    """A function tool, in the spelling of any wire, by its function alone: no ``cache_control`` beside it counts."""
+    shallow(tool)
+    inner = tool.get("function", tool) if isinstance(tool, dict) and tool.get("type", "custom") in FUNCTIONS else None
+    if not (isinstance(inner, dict) and isinstance(inner.get("name"), str)):
+        raise WireError(f"tool {str(tool)[:80]} is not supported: named functions are", "tools")
+    given = inner | {"parameters": inner.get("input_schema", inner.get("parameters"))}
+    kept = ("name", "description", "parameters", "strict")
+    function = {name: given[name] for name in kept if given.get(name) is not None}
+    if not (isinstance(function.get("parameters", {}), dict) and isinstance(function.get("description", ""), str)):
         raise WireError(f"malformed tool {str(tool)[:80]}", "tools")
-    return {"type": "function", "function": tool["function"]}
+    return {"type": "function", "function": function}
 
 
-def key(message: Message) -> str:
-    """What two normalised messages must share to be the same: all but the thinking, which clients drop."""
-    return json.dumps({name: value for name, value in message.items() if name != "reasoning_content"}, sort_keys=True)
+def key(message: Message) -> dict:
+    """What two normalised messages must share to be the same: all but the thinking, which clients drop, and the ids
+    that tie tool results to calls, which clients may invent anew."""
+    same = {name: message[name] for name in ("role", "content", "name") if name in message}
+    return same | {"calls": [call["function"] for call in message.get("tool_calls", ())]}
+
+
+# ---------------------------------------------------------------------------------------- messages to ids
+
+
+def squeeze(text: str) -> str:
+    """Text without its white space."""
+    return "".join(text.split())
+
+
+def kind(message: Message) -> tuple:
+    """What a template may treat alike: messages of one kind differ only in what they say."""
+    said = message["content"]
+    return (message["role"], isinstance(said, str), bool(said), "reasoning_content" in message, "tool_calls" in message)
 
 
 class Template:
-    """A model's chat template and tokenizer, and the two facts about them that token identity needs."""
+    """A model's chat template and tokenizer, and what token identity needs to know about them.
 
-    def __init__(self, tokenizer, eos_ids: Iterable[int]):
-        self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
+    A template is any program, so whether it rewrites what it wrote before can only be seen by rendering. Rendering a
+    long history on every turn would cost more than the turn, so a ``window`` of it is rendered instead, and the whole
+    of it whenever its length has doubled; a template that treats the two differently is rendered whole from then on.
+    """
+
+    WHOLE = 8
+    """Histories of up to so many messages are always rendered whole."""
+
+    def __init__(self, tokenizer, eos_ids: Iterable[int], images: bool = False):
+        self.tokenizer, self.eos_ids, self.images = tokenizer, frozenset(eos_ids), images
         self.controls = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        # A template that writes the date would rewrite its beginning at midnight.
+        self.began = datetime.now()
+        self.windows = True
+        """False once a window was seen to be treated unlike its whole history."""
         mark = "INSTAR-REPLY"
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
         self.turn_end = self.render(turns, None, prompt=False).partition(mark)[2]
@@ -210,23 +312,74 @@ class Template:
                     value = value.replace(control, control[0] + BREAK + control[1:])
             return value
         if isinstance(value, dict):
-            return {self.guard(name): self.guard(item) for name, item in value.items()}
+            return {self.guard(name): item if name == "image" else self.guard(item) for name, item in value.items()}
         return [self.guard(item) for item in value] if isinstance(value, list) else value
 
     def render(self, messages: list[Message], tools: list[dict] | None, prompt: bool) -> str:
-        """The template's text, with ``BREAK`` where control-token text was quoted by a user, tool or system message."""
+        """The template's text, with ``BREAK`` where control-token text was quoted by a user, tool or system message.
+
+        The template runs in the sandbox of ``apply_chat_template``. Raises ``WireError`` when it refuses the messages.
+        """
         # The assistant's own words may hold control ids that it sampled (thinking marks): they pass as they are.
         guarded = [message if message["role"] == "assistant" else self.guard(message) for message in messages]
+        how = {"add_generation_prompt": prompt, "tokenize": False, "strftime_now": self.began.strftime}
         try:
-            text = self.tokenizer.apply_chat_template(
-                guarded, tools=self.guard(tools) if tools else None, add_generation_prompt=prompt, tokenize=False
-            )
+            text = self.tokenizer.apply_chat_template(guarded, tools=self.guard(tools) if tools else None, **how)
             text.encode()
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise WireError(f"the chat template refuses these messages: {error}", "messages") from None
         except UnicodeEncodeError:
             raise WireError("messages may not hold half a surrogate pair", "messages") from None
         return text
+
+    def behind(self, history: list[Message], said: str, new: list[Message], tools: list[dict] | None) -> str | None:
+        """What the template writes behind the last reply of ``history`` once ``new`` follows; None when it then writes
+        anything before that otherwise than when the reply was sampled. ``said`` is that reply's sampled text.
+
+        The reply itself may come out spelled otherwise (trimmed, its tool call's JSON spaced anew) as long as its turn
+        is there and its thinking is not lost: the ids are those that were sampled, whatever the template makes of them.
+        """
+        prompt = self.render(history[:-1], tools, prompt=True)
+        text = self.render([*history, *new], tools, prompt=True)
+        if text.startswith(prompt + said):
+            return text[len(prompt + said) :]
+        before = self.render(history, tools, prompt=False)
+        thinking = squeeze(history[-1].get("reasoning_content", ""))
+        kept = text.startswith(before) and before.startswith(prompt) and before.endswith(self.turn_end)
+        return self.turn_end + text[len(before) :] if kept and thinking in squeeze(before[len(prompt) :]) else None
+
+    def window(self, history: list[Message], kinds: list[tuple]) -> list[Message]:
+        """A short history that a template should treat like ``history``: its beginning up to the first message that is
+        not the system's, and a tail that holds every kind of message there is, starting where roles and parities fit.
+        """
+        head = next((i for i, message in enumerate(history) if message["role"] != "system"), 0) + 1
+        missing, start = set(kinds[head:]), len(history)
+        while start > head and (missing or len(history) - start < self.WHOLE // 2):
+            start -= 1
+            missing.discard(kinds[start])
+        spoken = [0, *accumulate(one[0] in ("user", "assistant") and not one[-1] for one in kinds)]
+        while start > head and (
+            kinds[start] != kinds[head] or (start - head) % 2 or (spoken[start] - spoken[head]) % 2
+        ):
+            start -= 1
+        return history if start <= head else [*history[:head], *history[start:]]
+
+    def rest(
+        self, history: list[Message], kinds: list[tuple], said: str, new: list[Message], tools, doubled
+    ) -> str | None:
+        """``behind``, by a window of ``history`` where that will do; ``doubled`` asks for the whole of it as well."""
+        short = self.window(history, kinds) if self.windows and len(history) > self.WHOLE else history
+        found = None
+        if short is not history:
+            try:
+                found = self.behind(short, said, new, tools)
+            except WireError:
+                found = None  # a template that refuses the window is asked about the whole
+            if found is not None and not doubled:
+                return found
+        whole = self.behind(history, said, new, tools)
+        self.windows &= found is None or found == whole
+        return whole
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text; pieces at a ``BREAK`` are tokenized apart."""
@@ -241,13 +394,13 @@ class Template:
             ids = ids[:-1]
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def after_reply(self, last_id: int, new_text: str) -> tuple[list[int], int]:
+    def follow(self, last_id: int, rest: str) -> tuple[list[int], int]:
         """The ids that follow a reply ending in ``last_id``, and how many of them close that reply.
 
-        ``new_text`` is what the template renders after the reply's turn. An end token that the model sampled is not
+        ``rest`` is what the template writes behind the reply's text. An end token that the model sampled is not
         written twice, whether the template counts it to the reply or to the next turn's opening.
         """
-        closing, rest = self.turn_end, self.turn_end + new_text
+        closing = self.turn_end if rest.startswith(self.turn_end) else ""
         if last_id in self.eos_ids:
             sampled_end = self.tokenizer.decode([last_id], skip_special_tokens=False)
             closing, rest = closing.removeprefix(sampled_end), rest.removeprefix(sampled_end)
@@ -266,7 +419,25 @@ class Sampling:
     max_tokens: int
     """Cap of one call, unless the client asks for its own."""
     fixed: bool
-    """Training: temperature and top_p win over what the client asks for, else the ratio would be wrong."""
+    """Training: the client's temperature, top_p, top_k and seed do not count, else ratio and group would be wrong."""
+
+
+@dataclass
+class Ask:
+    """What a request asks for, whatever its wire. ``asked`` may hold temperature, top_p, top_k, max_tokens, seed,
+    stop (strings) and schema (of a JSON reply)."""
+
+    messages: list[Any]
+    """In OpenAI's chat shape."""
+    tools: list[Any]
+    wire: str
+    asked: dict[str, Any] = field(default_factory=dict)
+    n: int = 1
+    most_calls: int | None = None
+    """Tool calls a reply may hold: 0 for tool_choice none, 1 where parallel calls are switched off."""
+    stream: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What only the wire's own reply needs."""
 
 
 @dataclass
@@ -276,11 +447,19 @@ class Call:
     index: int
     wire: str
     prompt_ids: list[int]
+    """As the model sees them. The engine replaces them where it expands images."""
     max_tokens: int
     temperature: float
     top_p: float
     affinity: str
     """Calls of one session prefer the engine that holds their prefix."""
+    top_k: int = 0
+    """0: no limit."""
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    schema: dict | None = None
+    """JSON schema that the engine's structured output enforces; never in training, where it would bend the ratio."""
+    images: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -292,39 +471,44 @@ class Call:
     started: float = field(default_factory=time.time)
     seconds: float = 0.0
 
+    def __post_init__(self):
+        self.sent_ids = self.prompt_ids
+        """As they go to the engine: one id for each image."""
+
     def check(self) -> None:
         """Raise ``ValueError`` unless what the engine filled in fits together."""
-        count, shapes = len(self.token_ids), {routes.shape[1:] for routes in self.routes}
-        if not len(self.logprobs) == len(self.versions) == count:
-            raise ValueError(
-                f"engine returned {count} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions"
-            )
-        if len(shapes) > 1 or any(len(routes) > len(self.prompt_ids) + count for routes in self.routes):
-            raise ValueError(f"engine returned routes of shapes {[routes.shape for routes in self.routes]}")
+        counts = {"tokens": len(self.token_ids), "log-probs": len(self.logprobs), "versions": len(self.versions)}
+        shapes = [routes.shape for routes in self.routes]
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"engine returned {counts}")
+        longest = len(self.prompt_ids) + len(self.token_ids)
+        if len({shape[1:] for shape in shapes}) > 1 or any(shape[0] > longest for shape in shapes):
+            raise ValueError(f"engine returned routes of shapes {shapes}")
 
     def summary(self) -> dict:
         """What a row keeps about the call."""
         spans = [[version, count] for version, count in sorted(Counter(self.versions).items())]
-        return {
-            "wire": self.wire,
-            "engines": self.engines,
-            "finish_reason": self.finish_reason,
-            "prompt_tokens": len(self.prompt_ids),
-            "sampled": len(self.token_ids),
-            "version_spans": spans,
-            "seconds": round(self.seconds, 4),
-        }
+        kept = {name: vars(self)[name] for name in ("wire", "engines", "finish_reason")}
+        sizes = {"prompt_tokens": len(self.prompt_ids), "sampled": len(self.token_ids)}
+        return kept | sizes | {"version_spans": spans, "seconds": round(self.seconds, 4)}
 
 
 Generate = Callable[[Call], Awaitable[None]]
+Parse = Callable[[str, list[dict] | None], Message]
+"""Sampled text to an assistant message; parsing never changes ids."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A committed turn's end: so many messages stand for so many ids."""
+    """A committed turn's end: so many messages stand for so many ids, of which the engine was sent ``sent``."""
 
     messages: int
     ids: int
+    sent: int
+    said: str = field(compare=False)
+    """The turn's sampled text."""
+    doubled: bool = field(compare=False)
+    """Whether its messages are twice as many as when last the template was asked about all of them."""
 
 
 @dataclass
@@ -332,9 +516,14 @@ class Branch:
     """An append-only id sequence and the messages it stands for. ``arrays`` are those of ``ARRAYS``."""
 
     tools_key: str
+    cause: str = "first"
+    """Why there is this branch: ``Plan.cause``."""
     messages: list[Message] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
+    keys: list[dict] = field(default_factory=list)
+    kinds: list[tuple] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    """The ids with one id for each image, as a next request sends them; without images, the ids."""
     arrays: dict[str, list] = field(default_factory=lambda: {name: [] for name in ARRAYS})
     experts: np.ndarray | None = None
     known: np.ndarray | None = None
@@ -343,13 +532,20 @@ class Branch:
     def ids(self) -> list[int]:
         return self.arrays["token_ids"]
 
-    def fork(self, mark: Mark) -> Branch:
+    def fork(self, mark: Mark, cause: str) -> Branch:
         """A new branch over the same beginning, every id of it context: it is trained where it was sampled."""
-        new = Branch(self.tools_key, self.messages[: mark.messages], self.keys[: mark.messages], [mark])
+        new = Branch(
+            self.tools_key, cause, marks=[mark], sent=self.sent[: mark.sent], kinds=self.kinds[: mark.messages]
+        )
         new.add_context(self.ids[: mark.ids])
         if self.experts is not None:
             new.experts, new.known = self.experts[: mark.ids].copy(), self.known[: mark.ids].copy()
         return new
+
+    def longest(self, keys: list[dict]) -> Mark | None:
+        """The last mark whose messages all begin ``keys``."""
+        common = shared(self.keys, keys)
+        return next((mark for mark in reversed(self.marks) if mark.messages <= common), None)
 
     def add_context(self, ids: list[int]) -> None:
         """Append ids that were not sampled."""
@@ -382,6 +578,17 @@ class Branch:
         experts, known = moe_replay.extend(*routes, len(self.ids))
         return out | {"experts": experts, "experts_known": known}
 
+    def spans(self, tokenizer) -> Iterator[dict]:
+        """The ids in runs of one origin, for a reader."""
+        calls, start = self.arrays["call"], 0
+        for end in range(1, len(calls) + 1):
+            if end == len(calls) or calls[end] != calls[start]:
+                ids = self.ids[start:end]
+                who = "context" if calls[start] < 0 else f"call {calls[start]}"
+                versions = sorted(set(self.arrays["versions"][start:end]))
+                yield {"from": start, "who": who, "versions": versions, "ids": ids, "text": tokenizer.decode(ids)}
+                start = end
+
 
 @dataclass
 class Plan:
@@ -390,17 +597,23 @@ class Plan:
     parent: Branch | None
     mark: Mark | None
     context: list[int]
-    """Ids after the mark (all of them when there is no parent)."""
+    """Ids after the mark (all of them when there is no parent), as they go to the engine."""
     closing: int
     messages: list[Message]
-    keys: list[str]
+    keys: list[dict]
+    tools: list[dict]
     tools_key: str
     cause: str
-    """continue, or what is special about the turn: new, resample, template, edit (a reply that is not ours)."""
+    """continue, or why the turn is not the next of a branch: first (of the session), new (another conversation:
+    a sub-agent, a compacted history), resample, template (it rewrites what it wrote), edit (a reply not of ours)."""
+    asked: list[Any] = field(default_factory=list)
+    """The request's messages as they came."""
 
     @property
-    def prompt_ids(self) -> list[int]:
-        return [*(self.parent.ids[: self.mark.ids] if self.parent else []), *self.context]
+    def sent_ids(self) -> list[int]:
+        ids = self.parent.sent[: self.mark.sent] if self.parent else []
+        ids += self.context
+        return ids
 
 
 @dataclass
@@ -409,13 +622,40 @@ class Turn:
 
     message: Message
     finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    overridden: list[str]
+    """stop, length or tool_calls."""
+    call: Call
+    stop: str | None = None
+    """The stop string that ended the reply."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.call.prompt_ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.call.token_ids)
+
+
+@dataclass
+class Answer:
+    """The turns of one request body: running, or recorded for a client that asks again."""
+
+    task: asyncio.Task
+    stream: bool
+    waiting: int = 0
+    delivered: bool = False
+
+    def serves(self, ask: Ask, retry: bool) -> bool:
+        """Whether the same body asks for these turns again. After an answer has arrived, the same body in the same
+        mode is a wish for another sample."""
+        if not self.task.done():
+            return True
+        failed = self.task.cancelled() or self.task.exception() is not None
+        return not failed and (retry or not self.delivered or ask.stream != self.stream)
 
 
 class Session:
-    """All that one rollout said and sampled. Public: ``turn``, ``rows``, ``meters``, ``sampled``."""
+    """All that one rollout said and sampled."""
 
     def __init__(self, template: Template, parse: Parse, generate: Generate, sampling: Sampling, context: int):
         self.id = secrets.token_urlsafe(24)
@@ -425,137 +665,207 @@ class Session:
         self.calls: list[Call] = []
         self.meters: Counter[str] = Counter()
         self.running: set[asyncio.Task] = set()
+        self.answers: dict[str, Answer] = {}
+        self.read_before: deque[tuple[list[Any], list[Message], list[dict]]] = deque(maxlen=8)
+        """Message lists of the last committed turns: as they came, in normal form, and their keys."""
+        self.responses: dict[str, list[Message]] = {}
+        """What each id of the Responses API stands for."""
         self.closed = False
         self.failure: BaseException | None = None
         """An engine fault met by a call: the rollout's status is then engine_error, whatever the agent made of it."""
 
-    async def turn(
-        self, messages: list[Any], tools: list[dict] | None, wire: str, requested: dict | None = None
-    ) -> Turn:
-        """One turn: match, generate, commit. The one site of token identity; every wire and ``Env`` end here.
+    # -- one turn
 
-        ``requested`` may hold temperature, top_p and max_tokens. Raises ``WireError`` or ``ContextOverflow`` before
-        anything is sampled.
+    async def turn(self, messages: list[Any], tools: list[dict] | None, wire: str, asked: dict | None = None) -> Turn:
+        """One turn, as ``Env`` takes it."""
+        [turn] = await self.turns(Ask(messages, tools or [], wire, asked or {}))
+        return turn
+
+    async def turns(self, ask: Ask) -> list[Turn]:
+        """Match, generate, commit. The one site of token identity; every wire and ``Env`` end here.
+
+        ``n`` turns are samples of one prompt. Raises ``WireError`` or ``ContextOverflow`` before anything is sampled.
         """
-        requested, tools = requested or {}, [normalise_tool(tool) for tool in tools or []]
-        plan = self.plan([normalise(message) for message in messages], tools)
-        call = self.new_call(plan.prompt_ids, wire, requested)
-        overridden = [
-            name for name in ("temperature", "top_p") if requested.get(name, vars(call)[name]) != vars(call)[name]
-        ]
-        self.meters["overridden"] += len(overridden)
+        plan = self.plan(ask)
+        calls = [self.new_call(plan, ask, choice) for choice in range(ask.n)]
+        self.meters["overridden"] += len(self.overridden(ask))
         try:
-            await self.sample(call)
-            call.check()  # before the branch is touched: a turn is committed whole or not at all
-        except ValueError as error:
-            self.failure = error
-            raise RuntimeError(str(error)) from error
-        except (RuntimeError, OSError, TimeoutError) as error:
-            self.failure = error
+            await self.sample(calls)
+        except WireError:
             raise
-        message = self.parse(self.template.decode(call.token_ids), tools)
-        self.commit(plan, call, message)
-        finish = "tool_calls" if message.get("tool_calls") else call.finish_reason
-        return Turn(message, finish, len(call.prompt_ids), len(call.token_ids), overridden)
+        except (ValueError, RuntimeError, OSError, TimeoutError) as error:
+            self.failure = error
+            if isinstance(error, ValueError):
+                raise RuntimeError(str(error)) from error
+            raise
+        plans = [plan, *[replace(plan, cause="resample")] * (ask.n - 1)]
+        return [self.finish(one, call, ask) for one, call in zip(plans, calls, strict=True)]
 
-    async def sample(self, call: Call) -> None:
-        """Let the engine fill ``call``, unless the rollout ends first."""
+    def overridden(self, ask: Ask) -> list[str]:
+        """The sampling parameters for which the rollout's own values win over those asked for."""
+        own = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "top_k": 0, "seed": None}
+        return [name for name in own if self.sampling.fixed and ask.asked.get(name, own[name]) != own[name]]
+
+    def finish(self, plan: Plan, call: Call, ask: Ask) -> Turn:
+        """A call that has been sampled becomes a turn: its text is read, its ids are committed."""
+        text = self.template.decode(call.token_ids)
+        said, stop = cut(text, call.stop)
+        message = self.parse(said, plan.tools if ask.most_calls != 0 else [])
+        if ask.most_calls and message.get("tool_calls"):
+            message["tool_calls"] = message["tool_calls"][: ask.most_calls]
+        self.commit(plan, call, message, text)
+        finish = "tool_calls" if message.get("tool_calls") else "stop" if stop else call.finish_reason
+        return Turn(message, finish, call, stop)
+
+    async def sample(self, calls: list[Call]) -> None:
+        """Let the engine fill the calls, unless the rollout ends first."""
         if self.closed:
             raise WireError("its rollout has ended", status=404)
-        running = asyncio.create_task(self.generate(call))
-        self.running.add(running)
-        running.add_done_callback(self.running.discard)
+        began, tasks = time.perf_counter(), [asyncio.create_task(self.generate(call)) for call in calls]
+        self.running.update(tasks)
         try:
-            await running
+            await asyncio.gather(*tasks)
         except asyncio.CancelledError:
             if self.closed:
                 raise WireError("its rollout has ended", status=404) from None
             raise
+        finally:
+            for task, call in zip(tasks, calls, strict=True):
+                task.cancel()
+                call.seconds = time.perf_counter() - began
+        for call in calls:  # before a branch is touched: a turn is committed whole or not at all
+            call.check()
 
     async def shut(self) -> None:
         """The rollout is over: stop the calls that its agent left running, so that nothing is sampled unaccounted."""
         self.closed = True
-        left = list(self.running)
-        for task in left:
-            task.cancel()
-        if left:
+        if left := [task for task in self.running if not task.done()]:
+            for task in left:
+                task.cancel()
             await asyncio.wait(left)
 
-    def new_call(self, prompt_ids: list[int], wire: str, requested: dict) -> Call:
-        """A call over ``prompt_ids``. Raises ``ContextOverflow`` when no room is left to sample."""
-        room = self.context - len(prompt_ids)
+    def new_call(self, plan: Plan, ask: Ask, choice: int) -> Call:
+        """A call over the plan's ids. Raises ``ContextOverflow`` when no room is left to sample."""
+        sent_ids, asked, rule = plan.sent_ids, ask.asked, self.sampling
+        room = self.context - len(sent_ids)
         if room < 1:
-            raise ContextOverflow(f"the prompt has {len(prompt_ids)} tokens, the context holds {self.context}")
-        honoured = {} if self.sampling.fixed else requested
-        call = Call(
-            index=len(self.calls),
-            wire=wire,
-            prompt_ids=prompt_ids,
-            max_tokens=min(room, requested.get("max_tokens") or self.sampling.max_tokens),
-            temperature=honoured.get("temperature", self.sampling.temperature),
-            top_p=honoured.get("top_p", self.sampling.top_p),
-            affinity=self.id,
-        )
+            raise ContextOverflow(f"the prompt has {len(sent_ids)} tokens, the context holds {self.context}")
+        if rule.fixed and "schema" in asked:
+            raise WireError("a JSON schema cannot be enforced in a training rollout: it would change the distribution "
+                            "that the log-probs are of", "response_format")  # fmt: skip
+        granted = {} if rule.fixed else asked
+        call = Call(len(self.calls), ask.wire, sent_ids, min(room, asked.get("max_tokens") or rule.max_tokens),
+                    granted.get("temperature", rule.temperature), granted.get("top_p", rule.top_p), self.id,
+                    top_k=granted.get("top_k", 0), stop=asked.get("stop", []),
+                    seed=granted["seed"] + choice if "seed" in granted else None, schema=asked.get("schema"),
+                    images=images_of(plan.messages) if self.template.images else [])  # fmt: skip
         self.calls.append(call)
         return call
 
+    def count(self, ask: Ask) -> int:
+        """How many prompt ids ``ask`` would be sent with."""
+        return len(self.plan(ask).sent_ids)
+
+    # -- retries
+
+    async def answer(self, ask: Ask, body_key: str, retry: bool) -> Answer:
+        """The finished answer to a request body: a body whose call runs joins it, a retry gets the recorded turns.
+
+        A caller that is cancelled while others wait leaves the call running; the last one to go aborts it.
+        """
+        found = self.answers.get(body_key)
+        if found is not None and found.serves(ask, retry):
+            self.meters["retries_joined"] += 1
+        else:
+            found = self.answers[body_key] = Answer(asyncio.create_task(self.turns(ask)), ask.stream)
+        found.waiting += 1
+        try:
+            await asyncio.shield(found.task)
+        finally:
+            found.waiting -= 1
+            if not found.waiting and not found.task.done():
+                self.meters["disconnects"] += 1
+                found.task.cancel()
+        return found
+
     # -- match, continue, fork
 
-    def match(self, keys: list[str], tools_key: str) -> tuple[Branch, Mark] | None:
-        """The longest committed beginning of any branch that is a proper beginning of the request."""
-        best = None
-        for branch in self.branches:
-            if branch.tools_key != tools_key:
-                continue
-            for mark in branch.marks:
-                count = mark.messages
-                longer = (
-                    best is None or count > best[1].messages or (count == best[1].messages and mark == branch.marks[-1])
-                )
-                if longer and count < len(keys) and branch.keys[:count] == keys[:count]:
-                    best = branch, mark
-        return best
+    def read(self, asked: list[Any]) -> tuple[list[Message], list[dict]]:
+        """The messages in normal form, and their keys. What a request repeats of an earlier one is not read again."""
+        if not 0 < len(asked) <= MAX_MESSAGES:
+            raise WireError(f"{len(asked)} messages: from 1 to {MAX_MESSAGES} are accepted", "messages")
+        messages, keys = [], []
+        for before, read, read_keys in self.read_before:
+            count = shared(before, asked)
+            if count > len(messages):
+                messages, keys = read[:count], read_keys[:count]
+            if count == len(before):
+                break
+        for message in asked[len(messages) :]:
+            shallow(message)
+            messages.append(normalise(message))
+            keys.append(key(messages[-1]))
+            if isinstance(messages[-1]["content"], list) and not self.template.images:
+                raise WireError("this model takes text, not images", "messages")
+        return messages, keys
 
-    def plan(self, messages: list[Message], tools: list[dict] | None) -> Plan:
+    def match(self, keys: list[dict], tools_key: str) -> tuple[Branch, Mark] | None:
+        """The longest committed beginning of the request among all branches; of equals, one that can be continued."""
+        found = [(branch, branch.longest(keys)) for branch in self.branches if branch.tools_key == tools_key]
+        found = [(branch, mark) for branch, mark in found if mark is not None]
+        return max(found, key=lambda pair: (pair[1].messages, pair[1] == pair[0].marks[-1]), default=None)
+
+    def plan(self, ask: Ask) -> Plan:
         """Decide which branch the request continues, and which ids are new."""
-        if not messages:
-            raise WireError("messages must not be empty", "messages")
-        keys, tools_key = [key(message) for message in messages], json.dumps(tools or [], sort_keys=True)
+        tools = [normalise_tool(tool) for tool in ask.tools]
+        (messages, keys), tools_key = self.read(ask.messages), json.dumps(tools, sort_keys=True)
         found = self.match(keys, tools_key)
+        new = messages[found[1].messages if found else 0 :]
         # Replies that no branch of ours stands behind: the client changed or invented them.
-        foreign = any(message["role"] == "assistant" for message in messages[found[1].messages if found else 0 :])
-        cause = "edit" if foreign else "new"
+        foreign = any(message["role"] == "assistant" for message in new)
+        again = any(branch.tools_key == tools_key and branch.keys[: len(keys)] == keys for branch in self.branches)
+        cause = "edit" if foreign else "resample" if again else "new" if self.branches else "first"
         if found is not None:
             branch, mark = found
             # Replies are rendered as they were returned: a client may echo them without their thinking.
-            whole = [*branch.messages[: mark.messages], *messages[mark.messages :]]
-            before = self.template.render(whole[: mark.messages], tools, prompt=False)
-            text = self.template.render(whole, tools, prompt=True)
-            if text.startswith(before) and before.endswith(self.template.turn_end):
-                context, closing = self.template.after_reply(branch.ids[mark.ids - 1], text[len(before) :])
+            history, kinds = branch.messages[: mark.messages], branch.kinds[: mark.messages]
+            rest = self.template.rest(history, kinds, mark.said, new, tools, mark.doubled)
+            messages = [*history, *new]
+            if rest is not None:
+                context, closing = self.template.follow(branch.ids[mark.ids - 1], rest)
                 cause = "edit" if foreign else "continue" if mark == branch.marks[-1] else "resample"
-                return Plan(branch, mark, context, closing, whole, keys, tools_key, cause)
-            cause, messages = "template", whole
+                return Plan(branch, mark, context, closing, messages, keys, tools, tools_key, cause, ask.messages)
+            cause = "template"
         context = self.template.encode(self.template.render(messages, tools, prompt=True))
-        return Plan(None, None, context, 0, messages, keys, tools_key, cause)
+        return Plan(None, None, context, 0, messages, keys, tools, tools_key, cause, ask.messages)
 
-    def commit(self, plan: Plan, call: Call, reply: Message) -> None:
+    def commit(self, plan: Plan, call: Call, reply: Message, said: str) -> None:
         """Append the turn. No await between looking at the branch and extending it, so turns cannot interleave."""
-        branch, cause, reply = plan.parent, plan.cause, normalise(reply)
+        branch, cause, start = plan.parent, plan.cause, plan.mark.ids if plan.mark else 0
         if branch is None:
-            branch = Branch(plan.tools_key)
+            branch = Branch(plan.tools_key, cause)
             self.branches.append(branch)
         elif plan.mark != branch.marks[-1]:
             # Another call continued this branch while ours ran (or it is a resample): ours becomes a branch.
             cause = "resample" if cause == "continue" else cause
-            branch = branch.fork(plan.mark)
+            branch = branch.fork(plan.mark, cause)
             self.branches.append(branch)
-        branch.add_context(plan.context)
+        expanded = call.prompt_ids is not call.sent_ids
+        assert not expanded or branch.ids == call.prompt_ids[:start], "an image expanded in another way than before"
+        branch.add_context(call.prompt_ids[start:])
         branch.add_sampled(call)
         for routes in call.routes:
             self.meters["route_conflicts"] += branch.add_routes(routes)
+        reply = normalise(reply)
+        branch.sent += [*plan.context, *call.token_ids]
+        self.read_before.appendleft((plan.asked, plan.messages, plan.keys))
+        before = plan.mark.messages if plan.mark else 0
+        del branch.kinds[before:]
         branch.messages, branch.keys = [*plan.messages, reply], [*plan.keys, key(reply)]
-        branch.marks.append(Mark(len(branch.messages), len(branch.ids)))
+        branch.kinds += map(kind, branch.messages[before:])
+        count = len(branch.messages)
+        doubled = count.bit_length() > before.bit_length()
+        branch.marks.append(Mark(count, len(branch.ids), len(branch.sent), said, doubled))
         call.committed = True
         self.meters["closing_tokens"] += plan.closing
         self.meters[f"turns_{cause}"] += 1
@@ -574,149 +884,491 @@ class Session:
 
     def rows(self, rollout_id: str, group_id: int, task_id: str) -> list[Row]:
         """One row per branch that sampled anything."""
-        calls = [call.summary() for call in self.calls]
+        rest = {"temperature": self.sampling.temperature, "calls": [call.summary() for call in self.calls]}
         rows = [
-            Row(f"{rollout_id}.{index}", rollout_id, group_id, task_id, **branch.row_arrays(),
-                temperature=self.sampling.temperature, calls=calls)
+            Row(f"{rollout_id}.{index}", rollout_id, group_id, task_id, **branch.row_arrays(), **rest,
+                images=images_of(branch.messages))
             for index, branch in enumerate(self.branches)
         ]  # fmt: skip
         return [row for row in rows if row.sampled.any()]
 
-
-# ------------------------------------------------------------------------------------------- ids to a reply
-
-Parse = Callable[[str, list[dict] | None], Message]
-
-
-class Parser:
-    """Sampled text to an assistant message, with vLLM's own tool and reasoning parsers. Never changes ids.
-
-    Raises ``ValueError`` at construction when vLLM knows no parser of that name.
-    """
-
-    def __init__(self, tokenizer, tool_parser: str, reasoning_parser: str):
-        # vLLM takes ten seconds to import; nothing else in this file needs it.
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.reasoning import ReasoningParserManager
-        from vllm.tool_parsers import ToolParserManager
-
-        self.request = ChatCompletionRequest
-        self.tokenizer = tokenizer
-        try:
-            self.tool_parser = ToolParserManager.get_tool_parser(tool_parser) if tool_parser else None
-            self.reasoning_parser = (
-                ReasoningParserManager.get_reasoning_parser(reasoning_parser) if reasoning_parser else None
-            )
-        except KeyError as error:
-            raise ValueError(f"vLLM has no parser of that name: {error}; see vllm serve --help for the names") from None
-
-    def __call__(self, text: str, tools: list[dict] | None) -> Message:
-        request = self.request(model="policy", messages=[], tools=tools or None)
-        message: Message = {"role": "assistant", "content": text}
-        if self.reasoning_parser is not None:
-            reasoning, text = self.reasoning_parser(self.tokenizer).extract_reasoning(text, request)
-            message |= {"content": text or ""} | ({"reasoning_content": reasoning} if reasoning else {})
-        if tools and self.tool_parser is not None:
-            parsed = self.tool_parser(self.tokenizer, request.tools).extract_tool_calls(message["content"], request)
-            if parsed.tools_called and parsed.tool_calls:
-                message["content"] = parsed.content
-                message["tool_calls"] = [call.model_dump() for call in parsed.tool_calls]
-        return message
+    def trace(self) -> dict:
+        """The session's branches with their tokens, who sampled what, and why each branch exists."""
+        spans = [list(branch.spans(self.template.tokenizer)) for branch in self.branches]
+        told = zip(self.branches, spans, strict=True)
+        branches = [{"cause": b.cause, "messages": b.messages, "spans": s} for b, s in told]
+        calls = [call.summary() | {"committed": call.committed} for call in self.calls]
+        return {"branches": branches, "calls": calls, "meters": dict(self.meters)}
 
 
-# ------------------------------------------------------------------------------------------------- the wire
-
-CHAT_FIELDS = {"model", "messages", "tools", "temperature", "top_p", "max_tokens", "max_completion_tokens"}
-CHAT_FIELDS |= {"user", "metadata", "store"}  # labels for the provider's own books: nothing to do with the reply
-CHAT_DEFAULTS = {
-    "n": 1,
-    "stream": False,
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "logprobs": False,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "response_format": {"type": "text"},
-}
-"""Fields understood only at the value that asks for nothing; any other value is refused by name, never ignored."""
+def shared(before: list[Any], asked: list[Any]) -> int:
+    """How many messages two requests begin with in common."""
+    pairs = enumerate(zip(before, asked, strict=False))
+    return next((i for i, (a, b) in pairs if a is not b and a != b), min(len(before), len(asked)))
 
 
-def read_json(data: bytes) -> Any:
-    """The body. Raises ``WireError`` for bytes that are no JSON, no Unicode, or nested too deep."""
+def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The text before the first stop string in it, and that string. The sampled ids are not cut."""
+    found = min(((text.index(stop), stop) for stop in stops if stop in text), default=None)
+    return (text[: found[0]], found[1]) if found else (text, None)
+
+
+# ------------------------------------------------------------------------------------------------ the wires
+
+LABELS = {"model", "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+          "prompt_cache_retention", "cache_control", "inference_geo", "user_profile_id"}  # fmt: skip
+"""Labels for the provider's own books: they have nothing to do with the reply."""
+NUMBERS = {"temperature": (float, 0, 2), "top_p": (float, 0, 1), "top_k": (int, 1, 2**31), "n": (int, 1, MAX_N),
+           "seed": (int, -(2**63), 2**63)}  # fmt: skip
+CAPS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+PIECE = 256
+"""Characters of one streamed delta."""
+
+
+def read_json(data: bytes) -> dict:
+    """The body. Raises ``WireError`` for bytes that are no JSON object, no Unicode, or nested too deep."""
     try:
-        return json.loads(data)
+        body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise WireError(f"the body is not JSON: {error}") from None
-
-
-def read_chat(body: Any) -> tuple[list[Any], list[dict] | None, dict]:
-    """Messages, tools and sampling requests of a chat/completions body. Raises ``WireError`` naming the field."""
     if not isinstance(body, dict):
         raise WireError("the body must be a JSON object")
+    return body
+
+
+def number(body: dict, name: str) -> float | int | None:
+    """A numeric field, or None where it is absent or null."""
+    value, (sort, low, high) = body.get(name), NUMBERS.get(name, (int, 1, 2**31))
+    if value is None:
+        return None
+    right = isinstance(value, int if sort is int else (int, float)) and not isinstance(value, bool)
+    if not right or not low <= value <= high:
+        raise WireError(f"{name} must be {sort.__name__} from {low} to {high}, got {str(value)[:40]}", name)
+    return value
+
+
+def listed(body: dict, name: str) -> list:
+    """A field that is a list, empty where it is absent or null."""
+    value = body.get(name)
+    if not isinstance(value or [], list):
+        raise WireError(f"{name} must be a list", name)
+    return value or []
+
+
+def asked_for(body: dict, *names: str) -> dict[str, Any]:
+    """The numeric sampling fields that a body sets; every cap of sampled tokens is ``max_tokens``."""
+    found = {name: number(body, name) for name in names}
+    return {"max_tokens" if name in CAPS else name: value for name, value in found.items() if value is not None}
+
+
+def strings(body: dict, name: str) -> list[str]:
+    """Stop strings: one, or a list of them."""
+    value = body.get(name) or []
+    value = [value] if isinstance(value, str) else value
+    if not (isinstance(value, list) and all(isinstance(item, str) and item for item in value) and len(value) <= 64):
+        raise WireError(f"{name} must be a string or a list of at most 64 strings", name)
+    return value
+
+
+def schema_of(form: Any, name: str) -> dict:
+    """``{"schema": …}`` of a response format that asks for JSON; empty for text."""
+    shallow(form)
+    sort = form.get("type") if isinstance(form, dict) else "text" if form is None else None
+    if sort in ("text", "json_object"):
+        return {"schema": {"type": "object"}} if sort == "json_object" else {}
+    inner = form.get("json_schema", form) if sort == "json_schema" else None
+    if not (isinstance(inner, dict) and isinstance(inner.get("schema"), dict)):
+        raise WireError(f"{name} {str(form)[:60]} is not supported: text, json_object and json_schema are", name)
+    return {"schema": inner["schema"]}
+
+
+def dumped(model: type, value: dict) -> dict:
+    """A reply checked against the SDK's own type, so that one the SDK would reject cannot be sent."""
+    return model.model_validate(value).model_dump(mode="json", exclude_unset=True, by_alias=True)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Text in the sizes that deltas have."""
+    return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+
+
+def check(body: dict, taken: set[str], idle: dict[str, Any]) -> None:
+    """Raise ``WireError`` naming a field that is set and not supported: nothing is ignored. ``taken`` fields are read;
+    ``idle`` ones are understood only at the value that asks for nothing."""
     for name, value in body.items():
-        if name not in CHAT_FIELDS and value is not None and CHAT_DEFAULTS.get(name, body) != value:
-            raise WireError(f"{name}={json.dumps(value)[:60]} is not supported", name)
-    for name in ("messages", "tools"):
-        if not isinstance(body.get(name) or [], list):
-            raise WireError(f"{name} must be a list", name)
-    asked = {}
-    for name in ("temperature", "top_p", "max_tokens", "max_completion_tokens"):
-        value = body.get(name)
-        if value is None:
-            continue
-        whole = name.startswith("max")
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= whole:
-            raise WireError(f"{name} must be {'a positive integer' if whole else 'at least 0'}, got {value!r}", name)
-        asked["max_tokens" if whole else name] = value
-    return body.get("messages") or [], body.get("tools") or None, asked
+        if name not in taken | LABELS and value is not None and not (name in idle and value == idle[name]):
+            raise WireError(f"{name}={str(value)[:60]} is not supported", name)
+    for name in ("stream", "parallel_tool_calls"):
+        if not isinstance(body.get(name) or False, bool):
+            raise WireError(f"{name} must be true or false", name)
+    shallow({name: value for name, value in body.items() if name not in ("messages", "input", "tools")})
 
 
-def chat_completion(turn: Turn, model: str) -> dict:
-    """The reply, built from the SDK's own types, so one that the SDK would reject cannot be sent."""
-    from openai.types.chat import ChatCompletion
+class Wire:
+    """A wire format. Each has ``ask`` (JSON to an ``Ask``), ``reply`` (turns to JSON), ``events`` (that reply as the
+    names and data of a stream) and ``fault`` (a fault in the wire's shape)."""
 
-    message = {**turn.message, "content": turn.message["content"] or None}
-    usage = {
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": turn.completion_tokens,
-        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
-    }
-    choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": None}
-    return ChatCompletion.model_validate(
+    name: str
+    ping = b": the engine is at work\n\n"
+    """A comment of a server-sent stream."""
+
+    def frames(self, events: Iterable[tuple[str, dict]]) -> bytes:
+        """Events as the bytes of a server-sent stream."""
+        return b"".join(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in events)
+
+
+CHAT = {"messages", "tools", "temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "n", "stop",
+        "stream", "stream_options", "logprobs", "response_format", "tool_choice", "parallel_tool_calls"}  # fmt: skip
+CHAT_IDLE = {"presence_penalty": 0, "frequency_penalty": 0, "top_logprobs": 0, "logit_bias": {}, "modalities": ["text"]}
+
+
+class Chat(Wire):
+    """OpenAI's chat/completions."""
+
+    name = "openai.chat"
+
+    def ask(self, session: Session, body: dict) -> Ask:
+        check(body, CHAT, CHAT_IDLE)
+        asked = asked_for(body, "temperature", "top_p", "seed", "max_tokens", "max_completion_tokens")
+        asked |= {"stop": strings(body, "stop")} if body.get("stop") else {}
+        asked |= schema_of(body.get("response_format"), "response_format")
+        if not isinstance(body.get("stream_options") or {}, dict):
+            raise WireError("stream_options must be an object", "stream_options")
+        usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        extra = {"include_usage": usage, "logprobs": bool(body.get("logprobs"))}
+        most, tools = most_calls(body), listed(body, "tools")
+        count = number(body, "n") or 1
+        return Ask(listed(body, "messages"), tools, self.name, asked, count, most, bool(body.get("stream")), extra)
+
+    def reply(self, session: Session, ask: Ask, turns: list[Turn], model: str) -> dict:
+        from openai.types.chat import ChatCompletion
+
+        choices = []
+        for index, turn in enumerate(turns):
+            message = {**turn.message, "content": turn.message["content"] or None}
+            scores = token_logprobs(session.template.tokenizer, turn.call) if ask.extra["logprobs"] else None
+            choices.append({"index": index, "message": message, "finish_reason": turn.finish_reason,
+                            "logprobs": scores and {"content": scores}})  # fmt: skip
+        prompt, sampled = turns[0].prompt_tokens, sum(turn.completion_tokens for turn in turns)
+        usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        reply = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": int(time.time()),
+                 "model": model, "choices": choices, "usage": usage}  # fmt: skip
+        return dumped(ChatCompletion, reply)
+
+    def events(self, ask: Ask, reply: dict) -> Iterator[tuple[str, dict]]:
+        head = {name: reply[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+        with_usage = ask.extra["include_usage"]
+        head |= {"usage": None} if with_usage else {}
+        for choice in reply["choices"]:
+            for delta in chat_deltas(choice["message"]):
+                part = {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": None}
+                yield "chunk", head | {"choices": [part]}
+            last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+            yield "chunk", head | {"choices": [last | {"logprobs": choice["logprobs"]}]}
+        if with_usage:
+            yield "chunk", head | {"choices": [], "usage": reply["usage"]}
+
+    def frames(self, events: Iterable[tuple[str, dict]]) -> bytes:
+        frames = list(events)
+        done = b"data: [DONE]\n\n" if frames[-1][0] == "chunk" else b""
+        return b"".join(f"data: {json.dumps(data)}\n\n".encode() for _, data in frames) + done
+
+    def fault(self, error: WireError) -> dict:
+        sort = "invalid_request_error" if error.status < 500 else "server_error"
+        return {"error": {"message": str(error), "type": sort, "param": error.param, "code": error.code}}
+
+
+def most_calls(body: dict) -> int | None:
+    """How many tool calls a body lets a reply hold. A forced call would need constrained sampling: refused."""
+    choice = body.get("tool_choice") or "auto"
+    choice = choice if isinstance(choice, dict) else {"type": choice}
+    if choice.get("type") not in ("auto", "none"):
+        raise WireError(
+            f"tool_choice={str(body['tool_choice'])[:60]} is not supported: auto and none are", "tool_choice"
+        )
+    single = body.get("parallel_tool_calls") is False or choice.get("disable_parallel_tool_use")
+    return 0 if choice["type"] == "none" else 1 if single else None
+
+
+def token_logprobs(tokenizer, call: Call) -> list[dict]:
+    """OpenAI's list of sampled tokens with their log-probs; bytes are null where a token is a part of a character."""
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in call.token_ids]
+    return [
         {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [choice],
-            "usage": usage,
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "top_logprobs": [],
         }
-    ).model_dump(exclude_unset=True)
+        for text, logprob in zip(texts, call.logprobs, strict=True)
+    ]
 
 
-def chat_error(error: WireError) -> web.Response:
-    """OpenAI's error shape."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    body = {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
-    headers = {"Retry-After": "1"} if error.status == 503 else {}
-    return web.json_response(body, status=error.status, headers=headers)
+def chat_deltas(message: dict) -> Iterator[dict]:
+    """A message as the deltas that add up to it."""
+    yield {"role": "assistant", "content": ""}
+    for piece in pieces(message.get("reasoning_content") or ""):
+        yield {"reasoning_content": piece}
+    for piece in pieces(message["content"] or ""):
+        yield {"content": piece}
+    for index, call in enumerate(message.get("tool_calls") or []):
+        yield {"tool_calls": [call | {"index": index, "function": call["function"] | {"arguments": ""}}]}
+        for piece in pieces(call["function"]["arguments"]):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 
 
-@web.middleware
-async def wire_errors(request: web.Request, handler: Callable) -> web.StreamResponse:
+RESPONSES = {"input", "instructions", "previous_response_id", "tools", "temperature", "top_p", "max_output_tokens",
+             "stream", "text", "tool_choice", "parallel_tool_calls", "store"}  # fmt: skip
+RESPONSES_IDLE = {"include": [], "truncation": "disabled", "background": False, "top_logprobs": 0, "reasoning": {},
+                  "stream_options": {"include_obfuscation": False}}  # fmt: skip
+
+
+class Responses(Wire):
+    """OpenAI's responses."""
+
+    name = "openai.responses"
+
+    def ask(self, session: Session, body: dict) -> Ask:
+        check(body, RESPONSES, RESPONSES_IDLE)
+        asked = asked_for(body, "temperature", "top_p", "max_output_tokens")
+        form = body.get("text") or {}
+        if not isinstance(form, dict) or form.keys() - {"format"}:
+            raise WireError(f"text={str(form)[:60]} is not supported: text.format is", "text")
+        asked |= schema_of(form.get("format"), "text.format")
+        before = body.get("previous_response_id")
+        if before is not None and before not in session.responses:
+            raise WireError(f"previous_response_id {str(before)[:60]!r} is not known to this session",
+                            "previous_response_id")  # fmt: skip
+        said, given = [*session.responses.get(before, [])], body.get("input")
+        for item in [{"role": "user", "content": given}] if isinstance(given, str) else listed(body, "input"):
+            add_item(said, item)
+        if not isinstance(body.get("instructions") or "", str):
+            raise WireError("instructions must be a string", "instructions")
+        system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+        echo = {name: body[name] for name in ("instructions", "previous_response_id", "metadata") if name in body}
+        tools, store = listed(body, "tools"), body.get("store") is not False
+        extra = {"said": said, "echo": echo | {"tools": tools}, "store": store}
+        return Ask([*system, *said], tools, self.name, asked, 1, most_calls(body), bool(body.get("stream")), extra)
+
+    def reply(self, session: Session, ask: Ask, turns: list[Turn], model: str) -> dict:
+        from openai.types.responses import Response
+
+        [turn] = turns
+        ident, cut_short = f"resp_{secrets.token_hex(12)}", turn.finish_reason == "length"
+        if ask.extra["store"]:
+            session.responses[ident] = [*ask.extra["said"], turn.message]
+        usage = {"input_tokens": turn.prompt_tokens, "output_tokens": turn.completion_tokens,
+                 "total_tokens": turn.prompt_tokens + turn.completion_tokens,
+                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                 "output_tokens_details": {"reasoning_tokens": 0}}  # fmt: skip
+        status = "incomplete" if cut_short else "completed"
+        reply = {"id": ident, "object": "response", "created_at": time.time(), "model": model, "status": status,
+                 "error": None, "incomplete_details": {"reason": "max_output_tokens"} if cut_short else None,
+                 "output": list(output_items(turn.message, status)), "parallel_tool_calls": ask.most_calls != 1,
+                 "tool_choice": "none" if ask.most_calls == 0 else "auto",
+                 "temperature": turn.call.temperature, "top_p": turn.call.top_p, "usage": usage}  # fmt: skip
+        return dumped(Response, reply | ask.extra["echo"])
+
+    def events(self, ask: Ask, reply: dict) -> Iterator[tuple[str, dict]]:
+        for number_, (name, data) in enumerate(response_events(reply)):
+            yield name, {"type": name, "sequence_number": number_} | data
+
+    fault = Chat.fault
+
+
+def add_item(said: list[Message], item: Any) -> None:
+    """Append one input item. The items of one assistant turn (reasoning, text, calls) are one message."""
+    sort = item.get("type", "message") if isinstance(item, dict) else None
+    if sort == "function_call_output":
+        said.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+    elif sort == "message" and item.get("role") != "assistant":
+        said.append({"role": item.get("role"), "content": item.get("content")})
+    elif sort in ("message", "function_call", "reasoning"):
+        last = said[-1] if said and said[-1]["role"] == "assistant" else None
+        if last is None or (sort != "function_call" and (last.get("content") or last.get("tool_calls"))):
+            said.append(last := {"role": "assistant", "content": ""})
+        else:
+            said[-1] = last = dict(last)  # it may be a stored response's
+        if sort == "message":
+            last["content"] = item.get("content")
+        elif sort == "reasoning":
+            texts = [part.get("text") or "" for part in [*listed(item, "content"), *listed(item, "summary")]]
+            last["reasoning_content"] = "".join(map(str, texts))
+        else:
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            last["tool_calls"] = [*last.get("tool_calls", []), call]
+    else:
+        raise WireError(f"input item {str(item)[:60]} is not supported", "input")
+
+
+def output_items(message: Message, status: str) -> Iterator[dict]:
+    """A turn's message as output items."""
+    if message.get("reasoning_content"):
+        thought = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+        yield {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": [], "content": thought}
+    if message["content"] or not message.get("tool_calls"):
+        part = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        item = {"type": "message", "role": "assistant", "status": status, "content": [part]}
+        yield {"id": f"msg_{secrets.token_hex(12)}"} | item
+    for call in message.get("tool_calls") or []:
+        item = {"type": "function_call", "status": "completed", "call_id": call["id"]}
+        yield {"id": f"fc_{secrets.token_hex(12)}"} | item | call["function"]
+
+
+def response_events(reply: dict) -> Iterator[tuple[str, dict]]:
+    """A response as its stream tells it: opened, item by item, closed."""
+    begun = reply | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield "response.created", {"response": begun}
+    yield "response.in_progress", {"response": begun}
+    for index, item in enumerate(reply["output"]):
+        at = {"output_index": index, "item_id": item["id"]}
+        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield "response.output_item.added", {"output_index": index, "item": item | empty | {"status": "in_progress"}}
+        if item["type"] == "function_call":
+            for piece in pieces(item["arguments"]):
+                yield "response.function_call_arguments.delta", at | {"delta": piece}
+            yield "response.function_call_arguments.done", at | {"name": item["name"], "arguments": item["arguments"]}
+        for part in item.get("content") or []:
+            yield from part_events(at | {"content_index": 0}, part)
+        yield "response.output_item.done", {"output_index": index, "item": item}
+    yield f"response.{reply['status']}", {"response": reply}
+
+
+def part_events(at: dict, part: dict) -> Iterator[tuple[str, dict]]:
+    """One part of a message or of reasoning."""
+    text, extra = f"response.{part['type']}", {"logprobs": []} if part["type"] == "output_text" else {}
+    yield "response.content_part.added", at | {"part": part | {"text": ""}}
+    for piece in pieces(part["text"]):
+        yield f"{text}.delta", at | {"delta": piece} | extra
+    yield f"{text}.done", at | {"text": part["text"]} | extra
+    yield "response.content_part.done", at | {"part": part}
+
+
+MESSAGES = {"messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k",
+            "stop_sequences", "stream", "thinking"}  # fmt: skip
+
+
+class Messages(Wire):
+    """Anthropic's messages."""
+
+    name = "anthropic.messages"
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def ask(self, session: Session, body: dict) -> Ask:
+        check(body, MESSAGES, {"output_config": {}})
+        asked = asked_for(body, "temperature", "top_p", "top_k", "max_tokens")
+        asked |= {"stop": strings(body, "stop_sequences")} if body.get("stop_sequences") else {}
+        messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+        for message in listed(body, "messages"):
+            messages += chat_messages(message)
+        if messages and messages[-1]["role"] == "assistant":
+            raise WireError("the last message is the assistant's: prefill is not supported", "messages")
+        tools = listed(body, "tools")
+        thinking = body.get("thinking") or {"type": "disabled"}
+        if not isinstance(thinking, dict) or thinking.get("type") not in ("enabled", "adaptive", "disabled"):
+            raise WireError(f"thinking={str(thinking)[:60]} is not supported", "thinking")
+        extra = {"thinking": thinking["type"] != "disabled"}
+        return Ask(messages, tools, self.name, asked, 1, most_calls(body), bool(body.get("stream")), extra)
+
+    def reply(self, session: Session, ask: Ask, turns: list[Turn], model: str) -> dict:
+        from anthropic.types import Message as AnthropicMessage
+
+        [turn] = turns
+        reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(turn.finish_reason, "end_turn")
+        reply = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model,
+                 "content": list(blocks(turn.message, ask.extra["thinking"])),
+                 "stop_reason": "stop_sequence" if turn.stop and reason == "end_turn" else reason,
+                 "stop_sequence": turn.stop if reason == "end_turn" else None,
+                 "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": turn.completion_tokens,
+                           "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}}  # fmt: skip
+        return dumped(AnthropicMessage, reply)
+
+    def events(self, ask: Ask, reply: dict) -> Iterator[tuple[str, dict]]:
+        begun = reply | {"content": [], "stop_reason": None, "stop_sequence": None}
+        begun["usage"] = reply["usage"] | {"output_tokens": 0}
+        yield "message_start", {"type": "message_start", "message": begun}
+        for index, block in enumerate(reply["content"]):
+            empty, deltas = block_deltas(block)
+            yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": empty}
+            for delta in deltas:
+                yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
+            yield "content_block_stop", {"type": "content_block_stop", "index": index}
+        why = {name: reply[name] for name in ("stop_reason", "stop_sequence")}
+        yield "message_delta", {"type": "message_delta", "delta": why, "usage": reply["usage"]}
+        yield "message_stop", {"type": "message_stop"}
+
+    def fault(self, error: WireError) -> dict:
+        sorts = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+        sort = sorts.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": sort, "message": str(error)}}
+
+
+def chat_messages(message: Any) -> Iterator[Message]:
+    """An Anthropic message in chat's shape: each tool_result is a message of its own, and text around it a user's."""
+    given = message.get("content") if isinstance(message, dict) else None
+    if not (isinstance(given, list) and all(isinstance(block, dict) for block in given)):
+        yield message
+    elif message.get("role") == "assistant":
+        thoughts = [str(block.get("thinking")) for block in given if block.get("type") == "thinking"]
+        uses = [block for block in given if block.get("type") == "tool_use"]
+        calls = [{"id": b.get("id"), "function": {"name": b.get("name"), "arguments": b.get("input")}} for b in uses]
+        rest = [block for block in given if block.get("type") not in ("thinking", "tool_use")]
+        yield {"role": "assistant", "content": rest, "reasoning_content": "".join(thoughts), "tool_calls": calls}
+    else:
+        for results, run in groupby(given, lambda block: block.get("type") == "tool_result"):
+            parts = list(run)
+            yield from map(tool_message, parts) if results else [{"role": message.get("role"), "content": parts}]
+
+
+def tool_message(block: dict) -> Message:
+    """A tool_result. An error without a word of its own says that it is one."""
+    said = block.get("content") or ("error" if block.get("is_error") else "")
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+
+
+def blocks(message: Message, thinking: bool) -> Iterator[dict]:
+    """A turn's message as content blocks; thinking is shown to those who asked for it."""
+    if message.get("reasoning_content") and thinking:
+        yield {"type": "thinking", "thinking": message["reasoning_content"], "signature": "instar"}
+    if message["content"]:
+        yield {"type": "text", "text": message["content"]}
+    for call in message.get("tool_calls") or []:
+        arguments = parsed_arguments(call["function"]["arguments"])
+        yield {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
+
+
+def block_deltas(block: dict) -> tuple[dict, list[dict]]:
+    """A content block as it opens, and the deltas that fill it."""
+    if block["type"] == "text":
+        return block | {"text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+    if block["type"] == "thinking":
+        thoughts = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        return block | {"thinking": "", "signature": ""}, [*thoughts, signed]
+    spelled = pieces(json.dumps(block["input"]))
+    return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": piece} for piece in spelled]
+
+
+# ----------------------------------------------------------------------------------------------- the server
+
+
+def fault_of(error: Exception) -> WireError:
     """Each fault once, at the wire's boundary: the status tells the client whether to retry."""
-    try:
-        return await handler(request)
-    except WireError as error:
-        return chat_error(error)
-    except ContextOverflow as error:
-        return chat_error(WireError(str(error), "messages", code="context_length_exceeded"))
-    except RecursionError:
-        return chat_error(WireError("the body is nested too deep"))
-    except web.HTTPException as error:
-        return chat_error(WireError(error.text or error.reason, status=error.status))
-    except (RuntimeError, OSError, TimeoutError) as error:
-        return chat_error(WireError(f"engine: {error}", status=503))
+    if isinstance(error, WireError):
+        return error
+    if isinstance(error, ContextOverflow):
+        return WireError(f"prompt is too long: {error}", "messages", code="context_length_exceeded")
+    if isinstance(error, RecursionError):
+        return WireError("the body is nested too deep")
+    if isinstance(error, web.HTTPException):
+        return WireError(error.text or error.reason, status=error.status)
+    return WireError(f"engine: {error}", status=503)
+
+
+STREAMED = re.compile(rb'"stream(_options)?"\s*:\s*(true|false|null|\{[^{}]*\})\s*,?\s*')
+"""Where JSON says whether to stream. Inside a message its quotes would be escaped."""
+FAULTS = (WireError, ContextOverflow, RecursionError, web.HTTPException, RuntimeError, OSError, TimeoutError)
 
 
 class Loopback:
@@ -727,16 +1379,22 @@ class Loopback:
         self.sessions: dict[str, Session] = {}
         self.runner: web.AppRunner | None = None
         self.port = 0
+        self.costs: deque[float] = deque(maxlen=10_000)
+        """Seconds that the server itself took of each of the last calls; the engine's time is not among them."""
 
     async def start(self) -> None:
         """Listen on 127.0.0.1, on a port the system picks."""
-        app = web.Application(middlewares=[wire_errors], client_max_size=32 * 2**20)
-        app.router.add_post("/s/{session}/v1/chat/completions", self.chat)
+        app = web.Application(middlewares=[self.faults], client_max_size=MAX_BODY)
+        for path, wire in (("chat/completions", Chat()), ("responses", Responses()), ("messages", Messages())):
+            app.router.add_post(f"/s/{{session}}/v1/{path}", functools.partial(self.serve, wire))
+        app.router.add_post("/s/{session}/v1/messages/count_tokens", self.count_tokens)
         app.router.add_get("/s/{session}/v1/models", self.models)
+        app.router.add_get("/s/{session}/v1/models/{model}", self.models)
+        app.router.add_get("/s/{session}/trace", self.trace)
         # A closed socket cancels its handler, which aborts its engine call.
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        site = web.TCPSite(self.runner, "127.0.0.1", 0, backlog=4096)
         await site.start()
         self.port = self.runner.addresses[0][1]
 
@@ -765,19 +1423,102 @@ class Loopback:
             raise WireError("no such session, or its rollout has ended", status=404)
         return session
 
-    async def chat(self, request: web.Request) -> web.Response:
-        """POST chat/completions."""
-        session = self.session(request)
-        messages, tools, asked = read_chat(read_json(await request.read()))
-        turn = await session.turn(messages, tools, "openai.chat", asked)
-        headers = {"x-instar-overridden": ",".join(turn.overridden)} if turn.overridden else {}
-        return web.json_response(chat_completion(turn, self.model), headers=headers)
+    @web.middleware
+    async def faults(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+        """Answer a fault in the shape of the wire whose client asked."""
+        try:
+            return await handler(request)
+        except FAULTS as error:
+            fault = fault_of(error)
+            anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.path
+            headers = {"Retry-After": "1"} if fault.status == 503 else {}
+            body = (Messages() if anthropic else Chat()).fault(fault)
+            return web.json_response(body, status=fault.status, headers=headers)
+
+    async def serve(self, wire: Wire, request: web.Request) -> web.StreamResponse:
+        """POST to a wire: one turn, or ``n``. The turns are committed before the first byte of a reply is sent."""
+        session, data, stream = self.session(request), await request.read(), None
+        began = time.perf_counter()
+        ask = wire.ask(session, read_json(data))
+        overridden = session.overridden(ask)
+        headers = {"x-instar-overridden": ",".join(overridden)} if overridden else {}
+        answering = asyncio.create_task(session.answer(ask, body_key(wire, data), is_retry(request)))
+        try:
+            while ask.stream and not (await asyncio.wait({answering}, timeout=KEEP_ALIVE_S))[0]:
+                stream = stream or await open_stream(request, headers)
+                await stream.write(wire.ping)
+            answer = await answering
+            turns = answer.task.result()
+            reply = wire.reply(session, ask, turns, self.model)
+            frames = wire.frames(wire.events(ask, reply)) if ask.stream else json.dumps(reply).encode()
+            if not answer.delivered:  # of a retry, the time is another request's
+                self.costs.append(time.perf_counter() - began - turns[0].call.seconds)
+            if not ask.stream:
+                headers |= {"Content-Type": "application/json", "Content-Length": str(len(frames))}
+            stream = stream or await open_stream(request, headers)
+            await stream.write(frames)
+            await stream.write_eof()
+            answer.delivered = True
+        except FAULTS as error:
+            if stream is None:
+                raise
+            await stream.write(wire.frames([("error", wire.fault(fault_of(error)))]))
+        finally:
+            answering.cancel()
+        return stream
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """POST Anthropic's messages/count_tokens: the ids that the same messages would be sent with."""
+        session, body = self.session(request), read_json(await request.read())
+        ask = Messages().ask(session, body)
+        if images_of(session.read(ask.messages)[0]):
+            raise WireError("tokens of images are counted by the engine alone, when it is called", "messages")
+        return web.json_response({"input_tokens": session.count(ask)})
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET models."""
+        """GET models, or one of them: there is one, and its description serves both wires."""
         self.session(request)
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "instar"}
-        return web.json_response({"object": "list", "data": [model]})
+        if request.match_info.get("model", self.model) != self.model:
+            raise WireError(f"the model here is {self.model}", "model", status=404, code="model_not_found")
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "instar", "type": "model",
+                 "display_name": self.model, "lifecycle": "active", "created_at": "1970-01-01T00:00:00Z"}  # fmt: skip
+        page = {"object": "list", "data": [model], "has_more": False, "first_id": self.model, "last_id": self.model}
+        return web.json_response(model if "model" in request.match_info else page)
+
+    async def trace(self, request: web.Request) -> web.Response:
+        """GET: the session's branches, for a reader."""
+        return web.json_response(self.session(request).trace())
+
+    def meters(self) -> dict[str, float]:
+        """``loopback/*``: the server's own milliseconds per call since the last time, mean and 99th percentile."""
+        costs, self.costs = np.array(self.costs), deque(maxlen=self.costs.maxlen)
+        if not len(costs):
+            return {}
+        return {
+            "loopback/own_ms_mean": float(costs.mean() * 1e3),
+            "loopback/own_ms_p99": float(np.quantile(costs, 0.99) * 1e3),
+        }
+
+
+def body_key(wire: Wire, data: bytes) -> str:
+    """What makes two bodies the same request: all but whether the reply is streamed."""
+    return hashlib.sha256(wire.name.encode() + STREAMED.sub(b"", data).rstrip(b"}, \n")).hexdigest()
+
+
+def is_retry(request: web.Request) -> bool:
+    """Whether the SDK says that it asks again."""
+    return request.headers.get("x-stainless-retry-count", "0") != "0"
+
+
+async def open_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
+    """Begin a reply, a server-sent stream unless the headers say otherwise."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | headers)
+    await response.prepare(request)
+    return response
+
+
+METERS = ("closing_tokens", "overridden", "turns_continue", "turns_new", "turns_resample", "turns_template",
+          "route_conflicts", "retries_joined", "disconnects")  # fmt: skip
 
 
 def identity_meters(sessions: list[Session]) -> dict[str, float]:
@@ -785,8 +1526,7 @@ def identity_meters(sessions: list[Session]) -> dict[str, float]:
     total: Counter[str] = Counter()
     for session in sessions:
         total.update(session.meters)
-    names = ("closing_tokens", "overridden", "turns_continue", "turns_resample", "turns_template", "route_conflicts")
-    meters = {f"identity/{name}": float(total[name]) for name in names}
+    meters = {f"identity/{name}": float(total[name]) for name in METERS}
     meters["identity/echo_mismatch"] = float(total["turns_edit"])
     meters["identity/segments_per_rollout"] = sum(len(s.branches) for s in sessions) / max(1, len(sessions))
     return meters

@@ -55,7 +55,7 @@ from loopback import TRAINABLE, Row, unpack_rows
 log = logging.getLogger("rl")
 
 COUNTED = ("rollout/status/", "rollout/reprefilled", "identity/closing", "identity/turns", "identity/overridden",
-           "identity/route_conflicts", "identity/echo_mismatch")  # fmt: skip
+           "identity/route_conflicts", "identity/echo_mismatch", "identity/retries_joined", "identity/disconnects")  # fmt: skip
 """Meters of a node that count; the others are means."""
 
 
@@ -482,6 +482,8 @@ def fetch(manifest: dict, ranks: Ranks, nodes: Nodes) -> list[tuple[Row, int]]:
         rows = nodes.rows(url, list(owner))
         if [row.row_id for row in rows] != list(owner):
             raise RuntimeError(f"asked {url} for rows {list(owner)}, got {[row.row_id for row in rows]}")
+        if pictured := [row.row_id for row in rows if row.images]:
+            raise ValueError(f"rows {pictured} hold images, which the trainer's forward does not take: train on text")
         fetched += [(row, owner[row.row_id]) for row in rows]
     return fetched
 

@@ -33,6 +33,7 @@ Legend: S tokens of a call, L mixture-of-experts layers, K experts per token.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 import json
 import logging
@@ -69,10 +70,14 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.sampling_params import RequestOutputKind
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -83,13 +88,14 @@ from loopback import (
     Branch,
     Call,
     Loopback,
-    Parser,
     Row,
     Sampling,
     Session,
     Template,
+    WireError,
     identity_meters,
     pack_rows,
+    picture,
 )
 
 log = logging.getLogger("rollout")
@@ -280,7 +286,6 @@ def engine_args(cfg: RolloutConfig, moe: bool) -> AsyncEngineArgs:
         enable_return_routed_experts=moe,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
-        skip_tokenizer_init=True,
         weight_transfer_config=WeightTransferConfig(backend="nccl" if cfg.device == "cuda" else "gloo"),
         worker_extension_cls="rollout.WorkerExtension",
         seed=cfg.seed,
@@ -328,7 +333,6 @@ class Router:
 
     async def generate(self, call: Call) -> None:
         """Fill ``call`` until it stops, through as many syncs as come. Raises ``EngineFailure``."""
-        started = time.monotonic()
         try:
             async with asyncio.timeout(self.cfg.call_timeout_s):
                 reason = "abort"
@@ -337,10 +341,10 @@ class Router:
                     reason = await self.request(call)
                     if reason == "abort" and len(call.token_ids) >= call.max_tokens:
                         reason = "length"  # the abort met a call that had just had its last token
+                    if reason == "abort" and call.schema and call.token_ids:
+                        raise EngineFailure("a weight sync interrupted a call with a JSON schema, which cannot resume")
         except TimeoutError:
             raise EngineFailure(f"call not finished in call_timeout_s={self.cfg.call_timeout_s:g}") from None
-        finally:
-            call.seconds = time.monotonic() - started
         call.finish_reason = reason
 
     def pick(self, affinity: str) -> int:
@@ -374,19 +378,29 @@ class Router:
         params = SamplingParams(
             temperature=call.temperature,
             top_p=call.top_p,
+            top_k=call.top_k,
+            seed=call.seed,
             max_tokens=remaining,
             logprobs=0,
+            stop=call.stop,
             stop_token_ids=self.eos_ids,
-            detokenize=False,
+            detokenize=bool(call.stop),
+            structured_outputs=StructuredOutputsParams(json=call.schema) if call.schema else None,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = TokensPrompt(prompt_token_ids=[*call.prompt_ids, *call.token_ids])
+        prompt = TokensPrompt(prompt_token_ids=[*call.sent_ids, *call.token_ids])
+        if call.images:
+            prompt["multi_modal_data"] = {"image": [picture(uri) for uri in call.images]}
         self.reprefilled += len(prompt["prompt_token_ids"]) if call.engines else 0
         try:
             async for output in self.engines[index].generate(prompt, params, request_id):
                 final = output.outputs[0]
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailure(f"engine {index}: {type(error).__name__}: {error.__cause__ or error}") from None
+        except VLLMValidationError as error:  # a schema that no grammar can be made of
+            raise WireError(f"the engine refuses this request: {error}") from None
+        if call.images and not call.token_ids:
+            call.prompt_ids = list(output.prompt_token_ids)  # with each image at its full length
         self.append(call, index, version, final)
         return final.finish_reason
 
@@ -436,6 +450,36 @@ class Router:
             if not self.running:
                 return
             await asyncio.wait(list(self.running), timeout=0.5)
+
+
+class Parser:
+    """Sampled text to an assistant message, with vLLM's own tool and reasoning parsers. Never changes ids.
+
+    Raises ``ValueError`` at construction when vLLM knows no parser of that name.
+    """
+
+    def __init__(self, tokenizer, tool_parser: str, reasoning_parser: str):
+        self.tokenizer = tokenizer
+        try:
+            self.tool_parser = ToolParserManager.get_tool_parser(tool_parser) if tool_parser else None
+            self.reasoning_parser = (
+                ReasoningParserManager.get_reasoning_parser(reasoning_parser) if reasoning_parser else None
+            )
+        except KeyError as error:
+            raise ValueError(f"vLLM has no parser of that name: {error}; see vllm serve --help for the names") from None
+
+    def __call__(self, text: str, tools: list[dict] | None) -> agents.Message:
+        request = ChatCompletionRequest(model="policy", messages=[], tools=tools or None)
+        message: agents.Message = {"role": "assistant", "content": text}
+        if self.reasoning_parser is not None:
+            reasoning, text = self.reasoning_parser(self.tokenizer).extract_reasoning(text, request)
+            message |= {"content": text or ""} | ({"reasoning_content": reasoning} if reasoning else {})
+        if tools and self.tool_parser is not None:
+            parsed = self.tool_parser(self.tokenizer, request.tools).extract_tool_calls(message["content"], request)
+            if parsed.tools_called and parsed.tool_calls:
+                message["content"] = parsed.content
+                message["tool_calls"] = [call.model_dump() for call in parsed.tool_calls]
+        return message
 
 
 # ------------------------------------------------------------------------------------- rollouts and scheduler
@@ -797,12 +841,13 @@ class Node:
     async def start(self) -> None:
         """Engines, loopback, scheduler, watchdog."""
         cfg, began = self.cfg, time.monotonic()
-        counts = moe_replay.expert_counts(AutoConfig.from_pretrained(cfg.model).get_text_config())
+        config = AutoConfig.from_pretrained(cfg.model)
+        counts = moe_replay.expert_counts(config.get_text_config())
         # In a thread, so that the control API answers and signals arrive meanwhile.
         self.engines = await asyncio.to_thread(start_engines, cfg, counts is not None)
         tokenizer = AutoTokenizer.from_pretrained(cfg.model)
         eos_ids = end_ids(cfg.model, tokenizer)
-        template = Template(tokenizer, eos_ids)
+        template = Template(tokenizer, eos_ids, images="vision_config" in config.to_dict())
         self.ledger = Ledger()
         self.router = Router(self.engines, cfg, eos_ids, counts[0] if counts else 0)
         parser = Parser(tokenizer, cfg.tool_parser, cfg.reasoning_parser)
@@ -815,6 +860,9 @@ class Node:
         self.background = [asyncio.create_task(self.scheduler.run()), asyncio.create_task(self.watch())]
         for task in self.background:
             task.add_done_callback(self.background_ended)
+        # What is there by now stays: a collection that looks at all of vLLM would stop the loop for tens of milliseconds.
+        gc.collect()
+        gc.freeze()
         self.ready = True
         log.info(
             "ready after %.1f s: %d engine(s), loopback on port %d",
@@ -903,7 +951,7 @@ class Node:
             "version": version,
             "groups": [describe(group) for group in batch],
             "ledger": self.ledger_delta(),
-            "meters": identity_meters(sessions) | self.rollout_meters(batch),
+            "meters": identity_meters(sessions) | self.loopback.meters() | self.rollout_meters(batch),
         }
         return web.json_response(body)
 

@@ -592,7 +592,8 @@ def test_an_echoed_reply_matches_with_or_without_its_thinking(echo):
     "first, again",
     [
         (user("ab"), user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])),
-        (user("ab"), {**user("ab"), "cache_control": {"type": "ephemeral"}, "name": "x"}),
+        (user("ab"), {**user("ab"), "cache_control": {"type": "ephemeral"}, "name": ""}),
+        ({**user("ab"), "name": "x"}, {**user("ab"), "name": "x", "unknown": 1}),
         ({"role": "system", "content": "a"}, {"role": "developer", "content": "a"}),
         ({"role": "system"}, {"role": "system", "content": []}),
     ],
@@ -639,6 +640,7 @@ def test_t12_an_edited_tool_call_does_not_match(echo):
         ([{"role": "system", "content": "a"}, PLAIN, user("b")], None),
         ([PLAIN, user("b")], None),
         ([user("a"), user("a"), PLAIN, user("b")], None),
+        ([{**user("a"), "name": "x"}, PLAIN, user("b")], None),
         ([user("a"), PLAIN, user("b")], TOOLS),
     ],
 )
@@ -659,6 +661,28 @@ def test_a_turn_continues_the_longest_of_several_matches():
     run(go())
     assert len(exact(s)) == 1
     assert engine.prompts[3][: len(s.branches[0].ids) - 9] == s.branches[0].ids[: len(s.branches[0].ids) - 9]
+
+
+def test_each_turn_is_counted_by_why_it_is_where_it_is():
+    """First of the session, next of a branch, the same or a shorter beginning of one, another conversation, an edit."""
+    s = session(Engine(*[ids("a <eot>")] * 7))
+    causes = "first", "continue", "resample", "resample", "new", "continue", "edit"
+
+    async def go():
+        said = [user("a"), {"role": "assistant", "content": "a"}, user("b"), {"role": "assistant", "content": "a"}]
+        sub = [{**user("a"), "name": "x"}]
+        edited = [user("a"), {"role": "assistant", "content": "b"}, user("b")]
+        for index, body in enumerate((said[:1], said[:3], said[:3], said[:1], sub, said, edited)):
+            await s.turn(body, None, "test")
+            assert s.meters == dict(Counter(f"turns_{cause}" for cause in causes[: index + 1])) | {
+                name: s.meters[name] for name in ("closing_tokens", "overridden")
+            }, index
+
+    run(go())
+    assert [branch.cause for branch in s.branches] == ["first", "resample", "resample", "new", "edit"]
+    assert len(exact(s)) == 5
+    # A history that ends in a committed reply is continued by another turn of the assistant.
+    assert s.calls[5].prompt_ids == [*s.calls[1].prompt_ids, *ids("a <eot> NL <assistant>")]
 
 
 def test_two_concurrent_calls_over_one_prefix_are_two_rows():
@@ -752,7 +776,7 @@ def test_random_interleavings_train_each_committed_token_once(seed):
     run(go())
     exact(s)
     assert outcomes["turns"] > 10 and outcomes["RuntimeError"] and outcomes["TimeoutError"] and s.uncommitted
-    assert sum(s.meters[f"turns_{c}"] for c in ("new", "continue", "resample", "template", "edit")) == sum(
+    assert sum(s.meters[f"turns_{c}"] for c in ("first", "new", "continue", "resample", "template", "edit")) == sum(
         call.committed for call in s.calls
     )
 
@@ -1111,9 +1135,8 @@ def test_the_models_address_names_the_model():
 
 
 UNSUPPORTED = {
-    "n": 2, "stream": True, "stop": ["a"], "logprobs": True, "top_logprobs": 2, "seed": 1, "tool_choice": "required",
-    "response_format": {"type": "json_object"}, "logit_bias": {"1": 1}, "frequency_penalty": 0.5,
-    "parallel_tool_calls": False, "never_heard_of": 1,
+    "top_logprobs": 2, "tool_choice": "required", "logit_bias": {"1": 1}, "frequency_penalty": 0.5,
+    "presence_penalty": -1, "never_heard_of": 1,
 }  # fmt: skip
 
 
@@ -1122,6 +1145,15 @@ def test_w7_a_field_that_is_not_supported_is_a_400_that_names_it():
     for name, (status, reply) in zip(UNSUPPORTED, post(engine := Engine(), *bodies), strict=True):
         assert status == 400 and error_of(reply)["param"] == name and name in reply["error"]["message"]
     assert not engine.calls
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_w7_a_json_format_is_refused_by_name_in_training_only(fixed):
+    """Constrained sampling would bend the distribution that the log-probs are of."""
+    body = json.dumps({"messages": [user("a")], "response_format": {"type": "json_object"}}).encode()
+    [(status, reply)] = post(engine := Engine(ids("a <eot>")), body, fixed=fixed)
+    assert status == (400 if fixed else 200) and len(engine.calls) == (not fixed)
+    assert not fixed or error_of(reply)["param"] == "response_format"
 
 
 def test_w7_a_field_at_the_value_that_asks_for_nothing_is_accepted():
@@ -1172,12 +1204,14 @@ def test_a_fault_of_the_request_is_400_in_the_wires_shape_and_samples_nothing(na
     assert not engine.calls
 
 
-@pytest.mark.parametrize("depth", [100, 600, 900])
-def test_no_depth_of_nesting_is_a_5xx(depth):
+@pytest.mark.parametrize("depth", [50, 100, 600, 900])
+def test_no_depth_of_nesting_is_a_5xx_and_what_is_too_deep_is_400(depth):
     deep = b'{"x": ' + b"[" * depth + b"]" * depth + b"}"
     tools = b'[{"type": "function", "function": {"name": "f", "parameters": ' + deep + b"}}]"
-    [(status, reply)] = post(Engine(ids("a <eot>")), b'{"messages": [{"role": "user"}], "tools": ' + tools + b"}")
-    assert status in ((200,) if depth == 100 else (200, 400)), reply
+    by_tool = b'{"messages": [{"role": "user"}], "tools": ' + tools + b"}"
+    by_message = b'{"messages": [{"role": "user", "content": "a", "unknown": ' + deep + b"}]}"
+    for status, reply in post(Engine(*[ids("a <eot>")] * 2), by_tool, by_message):
+        assert status == (200 if depth < loopback.MAX_DEPTH else 400), reply
 
 
 def test_an_oversized_body_is_413_in_the_wires_shape():
@@ -1204,9 +1238,16 @@ def test_w4_no_tool_arguments_are_refused(name):
     assert status == 200, reply
 
 
-def test_w4_arguments_reach_the_template_as_a_mapping_or_as_their_text():
-    calls = [called(arguments=text)[0] for text in ("{}", "[1]", "{")]
-    assert [loopback.normalise_call(call)["function"]["arguments"] for call in calls] == [{}, "[1]", "{"]
+def test_w4_arguments_reach_the_template_as_a_mapping():
+    """Nothing and null are {}; what spells no JSON object is kept, as it was given, under one name."""
+    for given, seen in (
+        ("{}", {}), ("null", {}), ("", {}), (None, {}), ({}, {}), ('{"x": 1}', {"x": 1}), ({"x": 1}, {"x": 1}),
+        *((text, {"INVALID_JSON": text}) for text in ("[1]", "{bad", '"x"', "0", "false", "1" * 5000, "[" * 200_000)),
+    ):  # fmt: skip
+        assert loopback.parsed_arguments(given) == seen, given
+        assert loopback.normalise_call(called(arguments=given)[0])["function"]["arguments"] == seen
+    absent = {"id": "z", "type": "function", "function": {"name": "f"}}
+    assert loopback.normalise_call(absent)["function"]["arguments"] == {}
 
 
 def test_t14_overflow_is_400_context_length_exceeded_and_a_shorter_turn_goes_on():
@@ -1298,7 +1339,7 @@ def test_w15_two_hundred_concurrent_calls_are_two_hundred_rows():
     engine.script = [slow] * 200
 
     async def scenario(server, s, chat):
-        replies = await asyncio.gather(*(chat(messages=[user("a")]) for _ in range(200)))
+        replies = await asyncio.gather(*(chat(messages=[user(f"a{number}")]) for number in range(200)))
         assert {reply.choices[0].message.content for reply in replies} == {"a"}
 
     assert len(wire(engine, scenario).branches) == 200

@@ -166,7 +166,7 @@ class FakeLoopback:
 
     def open(self, sampling):
         class Plain:
-            eos_ids, turn_end = frozenset(), ""
+            eos_ids, turn_end, images = frozenset(), "", False
             render = staticmethod(
                 lambda messages, tools, prompt: "".join(f"{m['role']}{m['content']}" for m in messages)
             )
