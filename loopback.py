@@ -31,9 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import functools
-import hashlib
 import io
 import json
 import re
@@ -41,10 +39,10 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from itertools import accumulate, groupby
-from typing import Any
+from itertools import groupby, product
+from typing import Any, ClassVar
 
 import numpy as np
 from aiohttp import web
@@ -147,22 +145,22 @@ def shallow(value: Any, left: int = MAX_DEPTH) -> None:
             shallow(item, left - 1)
 
 
+TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 IMAGE_PARTS = ("image_url", "input_image", "image")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=8)
 def picture(uri: str) -> Image.Image:
     """The image of a base64 data URI. Raises ``WireError`` for anything else: nothing is fetched from a network."""
-    found = re.fullmatch(r"data:image/(png|jpeg|gif|webp);base64,([A-Za-z0-9+/=\s]*)", uri)
+    found = re.fullmatch(r"data:image/(png|jpeg|gif|webp);base64,([A-Za-z0-9+/=\r\n]*)", uri)
     if found is None:
-        raise WireError(f"image {uri[:40]!r} is no base64 data URI of a png, jpeg, gif or webp; URLs are not fetched: "
-                        "send the image's bytes", "messages")  # fmt: skip
+        raise WireError(f"image {uri[:40]!r} is no base64 data URI of a png, jpeg, gif or webp", "messages")
     try:
         image = Image.open(io.BytesIO(base64.b64decode(found[2])), formats=["PNG", "JPEG", "GIF", "WEBP"])
         if image.width * image.height > MAX_PIXELS:
-            raise WireError(f"image of {image.width}x{image.height} has more than {MAX_PIXELS} pixels", "messages")
+            raise ValueError(f"{image.width}x{image.height} are more than {MAX_PIXELS} pixels")
         return image.convert("RGB")
-    except (OSError, SyntaxError, binascii.Error, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise WireError(f"image cannot be decoded: {error}", "messages") from None
 
 
@@ -179,7 +177,7 @@ def content(value: Any) -> str | list[dict]:
 def content_part(part: Any) -> dict:
     """A text or image part, in the spelling of any wire."""
     sort = part.get("type") if isinstance(part, dict) else None
-    if sort in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+    if sort in TEXT_PARTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     source = part.get("source" if sort == "image" else "image_url") if sort in IMAGE_PARTS else None
     if isinstance(source, dict):
@@ -189,7 +187,10 @@ def content_part(part: Any) -> dict:
         source = str(given)
     if not isinstance(source, str):
         raise WireError(f"content part {str(part)[:80]} is not supported: text and image parts are", "messages")
-    picture(source)
+    if not source.startswith("data:image/"):
+        raise WireError(
+            f"image {source[:40]!r} is no data URI; URLs are not fetched: send the image's bytes", "messages"
+        )
     return {"type": "image", "image": source}
 
 
@@ -200,12 +201,13 @@ def images_of(messages: list[Message]) -> list[str]:
 
 
 def parsed_arguments(arguments: Any) -> dict:
-    """Tool arguments as a mapping, for templates and comparison: nothing and null are {}; what spells no JSON object
-    is kept whole under ``INVALID_JSON``."""
+    """Tool arguments as a mapping, for templates and comparison: nothing and null are {}; what spells no JSON object,
+    or one nested too deep, is kept whole under ``INVALID_JSON``."""
     if arguments is None or isinstance(arguments, dict):
         return arguments or {}
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        shallow(value)
     except (ValueError, RecursionError):
         value = arguments
     return value if isinstance(value, dict) else {} if value in (None, "") else {"INVALID_JSON": arguments}
@@ -250,9 +252,9 @@ def normalise_tool(tool: Any) -> dict:
     if not (isinstance(inner, dict) and isinstance(inner.get("name"), str)):
         raise WireError(f"tool {str(tool)[:80]} is not supported: named functions are", "tools")
     given = inner | {"parameters": inner.get("input_schema", inner.get("parameters"))}
-    kept = ("name", "description", "parameters", "strict")
-    function = {name: given[name] for name in kept if given.get(name) is not None}
-    if not (isinstance(function.get("parameters", {}), dict) and isinstance(function.get("description", ""), str)):
+    sorts = {"name": str, "description": str, "parameters": dict, "strict": bool}
+    function = {name: given[name] for name in sorts if given.get(name) is not None}
+    if not all(isinstance(value, sorts[name]) for name, value in function.items()):
         raise WireError(f"malformed tool {str(tool)[:80]}", "tools")
     return {"type": "function", "function": function}
 
@@ -265,6 +267,11 @@ def key(message: Message) -> dict:
 
 
 # ---------------------------------------------------------------------------------------- messages to ids
+
+
+def as_parts(said: str | list[dict]) -> list[dict]:
+    """A content as a list of parts."""
+    return [{"type": "text", "text": said}] if isinstance(said, str) else said
 
 
 def squeeze(text: str) -> str:
@@ -292,14 +299,26 @@ class Template:
     def __init__(self, tokenizer, eos_ids: Iterable[int], images: bool = False):
         self.tokenizer, self.eos_ids, self.images = tokenizer, frozenset(eos_ids), images
         self.controls = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        # A template that writes the date would rewrite its beginning at midnight.
-        self.began = datetime.now()
         self.windows = True
         """False once a window was seen to be treated unlike its whole history."""
-        mark = "INSTAR-REPLY"
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
-        self.turn_end = self.render(turns, None, prompt=False).partition(mark)[2]
+        mark, self.parts = "INSTAR-REPLY", False
+        """Whether the template reads text from a list of parts alone, as some templates for images do."""
+        shown = self.shows(mark)
+        if mark not in shown:
+            self.parts, shown = True, self.shows(mark)
+        if mark not in shown:
+            raise ValueError(
+                "the model's chat template does not write what an assistant says; it cannot be used for chat"
+            )
+        self.turn_end = shown.partition(mark)[2]
         """What the template puts after an assistant's text."""
+
+    def shows(self, mark: str) -> str:
+        """What the template writes of a reply ``mark``; nothing when it refuses its shape."""
+        with suppress(WireError):
+            turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
+            return self.render(turns, None, prompt=False)
+        return ""
 
     def guard(self, value: Any) -> Any:
         """Break control-token text inside what a message says, so that it stays text (no control id is injected)."""
@@ -322,7 +341,9 @@ class Template:
         """
         # The assistant's own words may hold control ids that it sampled (thinking marks): they pass as they are.
         guarded = [message if message["role"] == "assistant" else self.guard(message) for message in messages]
-        how = {"add_generation_prompt": prompt, "tokenize": False, "strftime_now": self.began.strftime}
+        if self.parts:
+            guarded = [message | {"content": as_parts(message["content"])} for message in guarded]
+        how = {"add_generation_prompt": prompt, "tokenize": False}
         try:
             text = self.tokenizer.apply_chat_template(guarded, tools=self.guard(tools) if tools else None, **how)
             text.encode()
@@ -332,52 +353,59 @@ class Template:
             raise WireError("messages may not hold half a surrogate pair", "messages") from None
         return text
 
-    def behind(self, history: list[Message], said: str, new: list[Message], tools: list[dict] | None) -> str | None:
-        """What the template writes behind the last reply of ``history`` once ``new`` follows; None when it then writes
-        anything before that otherwise than when the reply was sampled. ``said`` is that reply's sampled text.
+    def behind(self, history: list[Message], mark: Mark, new: list[Message], tools) -> tuple[str, str] | None:
+        """What the template writes behind the last reply of ``history``, once ``new`` follows: the close of that
+        reply's turn, and all of it. None when it now writes anything before otherwise than when the reply was sampled.
 
         The reply itself may come out spelled otherwise (trimmed, its tool call's JSON spaced anew) as long as its turn
         is there and its thinking is not lost: the ids are those that were sampled, whatever the template makes of them.
         """
         prompt = self.render(history[:-1], tools, prompt=True)
         text = self.render([*history, *new], tools, prompt=True)
-        if text.startswith(prompt + said):
-            return text[len(prompt + said) :]
+        if text.startswith(prompt + mark.said):
+            rest = text[len(prompt + mark.said) :]
+            return self.turn_end if rest.startswith(self.turn_end) else "", rest
         before = self.render(history, tools, prompt=False)
-        thinking = squeeze(history[-1].get("reasoning_content", ""))
-        kept = text.startswith(before) and before.startswith(prompt) and before.endswith(self.turn_end)
-        return self.turn_end + text[len(before) :] if kept and thinking in squeeze(before[len(prompt) :]) else None
+        if not (text.startswith(before) and before.startswith(prompt)):
+            return None
+        reply = before[len(prompt) :]
+        close = reply.rfind(mark.end) if mark.end and mark.end in reply else len(reply) - len(self.turn_end)
+        thinking_kept = squeeze(history[-1].get("reasoning_content", "")) in squeeze(reply)
+        if not thinking_kept or not (reply.endswith(self.turn_end) or (mark.end and mark.end in reply)):
+            return None
+        return reply[close:], text[len(prompt) + close :]
 
     def window(self, history: list[Message], kinds: list[tuple]) -> list[Message]:
-        """A short history that a template should treat like ``history``: its beginning up to the first message that is
-        not the system's, and a tail that holds every kind of message there is, starting where roles and parities fit.
+        """A short history that a template should treat like ``history``: its beginning past the first message that is
+        not the system's, and a tail that holds every kind of message there is, starting where kinds and parity fit.
         """
-        head = next((i for i, message in enumerate(history) if message["role"] != "system"), 0) + 1
-        missing, start = set(kinds[head:]), len(history)
-        while start > head and (missing or len(history) - start < self.WHOLE // 2):
-            start -= 1
-            missing.discard(kinds[start])
-        spoken = [0, *accumulate(one[0] in ("user", "assistant") and not one[-1] for one in kinds)]
-        while start > head and (
-            kinds[start] != kinds[head] or (start - head) % 2 or (spoken[start] - spoken[head]) % 2
-        ):
-            start -= 1
-        return history if start <= head else [*history[:head], *history[start:]]
+        first = next((i for i, message in enumerate(history) if message["role"] != "system"), 0) + 1
+        missing, tail = set(kinds[first:]), len(history)
+        while tail > first and (missing or len(history) - tail < self.WHOLE // 2):
+            tail -= 1
+            missing.discard(kinds[tail])
+        for head, back in product(range(first, first + self.WHOLE), range(self.WHOLE)):
+            start = tail - back
+            if start > head and kinds[start] == kinds[head] and (start - head) % 2 == 0:
+                return [*history[:head], *history[start:]]
+        return history
 
-    def rest(
-        self, history: list[Message], kinds: list[tuple], said: str, new: list[Message], tools, doubled
-    ) -> str | None:
-        """``behind``, by a window of ``history`` where that will do; ``doubled`` asks for the whole of it as well."""
-        short = self.window(history, kinds) if self.windows and len(history) > self.WHOLE else history
+    def rest(self, branch: Branch, mark: Mark, new: list[Message], tools) -> tuple[str, str] | None:
+        """``behind``, for what ``branch`` holds up to ``mark``, by a window of it where that will do."""
+        history = branch.messages[: mark.messages]
+        short = self.window(history, branch.kinds) if self.windows and len(history) > self.WHOLE else history
         found = None
         if short is not history:
-            try:
-                found = self.behind(short, said, new, tools)
-            except WireError:
-                found = None  # a template that refuses the window is asked about the whole
-            if found is not None and not doubled:
+            with suppress(WireError):  # a template that refuses the window is asked about the whole
+                found = self.behind(short, mark, new, tools)
+            if found is not None and mark.doubled is None:
                 return found
-        whole = self.behind(history, said, new, tools)
+        whole = self.behind(history, mark, new, tools)
+        if whole is not None and mark.doubled is not None:
+            # The window cannot tell what it does not hold, so all that came since the last time is looked at again.
+            since = mark.doubled
+            again = self.behind(history[: since.messages], since, [*history[since.messages :], *new], tools)
+            whole = whole if again is not None else None
         self.windows &= found is None or found == whole
         return whole
 
@@ -388,23 +416,21 @@ class Template:
             ids += self.tokenizer.encode(piece, add_special_tokens=False)
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of sampled ids without the end token they stopped at."""
-        if ids and ids[-1] in self.eos_ids:
-            ids = ids[:-1]
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def decode(self, ids: list[int]) -> tuple[str, str]:
+        """The text of sampled ids, and the text of the end token they stopped at."""
+        cut_at = len(ids) - (bool(ids) and ids[-1] in self.eos_ids)
+        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return self.tokenizer.decode(ids[:cut_at], **how), self.tokenizer.decode(ids[cut_at:], **how)
 
-    def follow(self, last_id: int, rest: str) -> tuple[list[int], int]:
-        """The ids that follow a reply ending in ``last_id``, and how many of them close that reply.
+    def follow(self, end: str, closing: str, rest: str) -> tuple[list[int], int]:
+        """The ids of ``rest``, which follows a reply, and how many of them close that reply's turn.
 
-        ``rest`` is what the template writes behind the reply's text. An end token that the model sampled is not
-        written twice, whether the template counts it to the reply or to the next turn's opening.
+        The end token that the model sampled, if any, is ``end``. It is not written twice, whether the template counts
+        it to the reply's turn or to the next one's opening.
         """
-        closing = self.turn_end if rest.startswith(self.turn_end) else ""
-        if last_id in self.eos_ids:
-            sampled_end = self.tokenizer.decode([last_id], skip_special_tokens=False)
-            closing, rest = closing.removeprefix(sampled_end), rest.removeprefix(sampled_end)
-        return self.encode(rest), len(self.encode(closing))
+        written = closing.find(end) + len(end) if end in closing else 0
+        closing, rest = closing[written:], rest[written:]
+        return self.encode(rest if written else rest.removeprefix(end)), len(self.encode(closing))
 
 
 # ------------------------------------------------------------------------------------ branches and sessions
@@ -438,6 +464,8 @@ class Ask:
     stream: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     """What only the wire's own reply needs."""
+    work: float = 0.0
+    """Seconds that the server itself worked on it: neither the engine's time nor the time that others' work took."""
 
 
 @dataclass
@@ -475,8 +503,11 @@ class Call:
         self.sent_ids = self.prompt_ids
         """As they go to the engine: one id for each image."""
 
-    def check(self) -> None:
-        """Raise ``ValueError`` unless what the engine filled in fits together."""
+    def check(self, begun: list[int]) -> None:
+        """Raise ``ValueError`` unless what the engine filled in fits together; ``begun`` is what its branch holds."""
+        if self.prompt_ids is not self.sent_ids and self.prompt_ids[: len(begun)] != begun:
+            raise ValueError("the engine expanded the images of a prompt otherwise than a turn before; did the policy "
+                             "sample an image's placeholder?")  # fmt: skip
         counts = {"tokens": len(self.token_ids), "log-probs": len(self.logprobs), "versions": len(self.versions)}
         shapes = [routes.shape for routes in self.routes]
         if len(set(counts.values())) > 1:
@@ -506,9 +537,11 @@ class Mark:
     ids: int
     sent: int
     said: str = field(compare=False)
-    """The turn's sampled text."""
-    doubled: bool = field(compare=False)
-    """Whether its messages are twice as many as when last the template was asked about all of them."""
+    """The turn's sampled text, without the end token."""
+    end: str = field(compare=False)
+    """The text of the end token that it stopped at; empty where it was cut."""
+    doubled: Mark | None = field(compare=False)
+    """Where the messages have doubled (from WHOLE on): the mark at which they last had."""
 
 
 @dataclass
@@ -555,7 +588,7 @@ class Branch:
 
     def add_sampled(self, call: Call) -> None:
         """Append what the engine sampled. Raises ``ValueError`` when its lists differ in length."""
-        call.check()
+        call.check([])
         count = len(call.token_ids)
         self.arrays["token_ids"] += call.token_ids
         self.arrays["sampled"] += [True] * count
@@ -580,14 +613,12 @@ class Branch:
 
     def spans(self, tokenizer) -> Iterator[dict]:
         """The ids in runs of one origin, for a reader."""
-        calls, start = self.arrays["call"], 0
-        for end in range(1, len(calls) + 1):
-            if end == len(calls) or calls[end] != calls[start]:
-                ids = self.ids[start:end]
-                who = "context" if calls[start] < 0 else f"call {calls[start]}"
-                versions = sorted(set(self.arrays["versions"][start:end]))
-                yield {"from": start, "who": who, "versions": versions, "ids": ids, "text": tokenizer.decode(ids)}
-                start = end
+        calls = self.arrays["call"]
+        for call, run in groupby(range(len(calls)), key=calls.__getitem__):
+            start, *rest = run
+            ids, versions = ([self.arrays[name][i] for i in (start, *rest)] for name in ("token_ids", "versions"))
+            who, text = "context" if call < 0 else f"call {call}", tokenizer.decode(ids)
+            yield {"from": start, "who": who, "versions": sorted(set(versions)), "ids": ids, "text": text}
 
 
 @dataclass
@@ -636,22 +667,26 @@ class Turn:
         return len(self.call.token_ids)
 
 
-@dataclass
+@dataclass(eq=False)
 class Answer:
     """The turns of one request body: running, or recorded for a client that asks again."""
 
+    body: dict
     task: asyncio.Task
     stream: bool
     waiting: int = 0
     delivered: bool = False
 
+    @property
+    def lasts(self) -> bool:
+        """Whether there are turns to record."""
+        return self.task.done() and not self.task.cancelled() and self.task.exception() is None
+
     def serves(self, ask: Ask, retry: bool) -> bool:
         """Whether the same body asks for these turns again. After an answer has arrived, the same body in the same
         mode is a wish for another sample."""
-        if not self.task.done():
-            return True
-        failed = self.task.cancelled() or self.task.exception() is not None
-        return not failed and (retry or not self.delivered or ask.stream != self.stream)
+        again = retry or not self.delivered or ask.stream != self.stream
+        return not self.task.done() or (self.lasts and again)
 
 
 class Session:
@@ -664,8 +699,10 @@ class Session:
         self.branches: list[Branch] = []
         self.calls: list[Call] = []
         self.meters: Counter[str] = Counter()
+        self.replies: list[dict] = []
+        """Keys of all replies given."""
         self.running: set[asyncio.Task] = set()
-        self.answers: dict[str, Answer] = {}
+        self.answers: list[Answer] = []
         self.read_before: deque[tuple[list[Any], list[Message], list[dict]]] = deque(maxlen=8)
         """Message lists of the last committed turns: as they came, in normal form, and their keys."""
         self.responses: dict[str, list[Message]] = {}
@@ -677,8 +714,8 @@ class Session:
     # -- one turn
 
     async def turn(self, messages: list[Any], tools: list[dict] | None, wire: str, asked: dict | None = None) -> Turn:
-        """One turn, as ``Env`` takes it."""
-        [turn] = await self.turns(Ask(messages, tools or [], wire, asked or {}))
+        """One turn, as ``Env`` takes it. The messages are copied, as a wire does: the caller may change its own."""
+        [turn] = await self.turns(Ask(json.loads(json.dumps(messages)), tools or [], wire, asked or {}))
         return turn
 
     async def turns(self, ask: Ask) -> list[Turn]:
@@ -686,11 +723,18 @@ class Session:
 
         ``n`` turns are samples of one prompt. Raises ``WireError`` or ``ContextOverflow`` before anything is sampled.
         """
+        began = time.perf_counter()
         plan = self.plan(ask)
         calls = [self.new_call(plan, ask, choice) for choice in range(ask.n)]
         self.meters["overridden"] += len(self.overridden(ask))
+        ask.work += time.perf_counter() - began
+        plans = [plan, *[replace(plan, cause="resample")] * (ask.n - 1)]
         try:
-            await self.sample(calls)
+            await self.sample(plan, calls)
+            began = time.perf_counter()
+            turns = [self.finish(one, call, ask) for one, call in zip(plans, calls, strict=True)]
+            ask.work += time.perf_counter() - began
+            return turns
         except WireError:
             raise
         except (ValueError, RuntimeError, OSError, TimeoutError) as error:
@@ -698,8 +742,6 @@ class Session:
             if isinstance(error, ValueError):
                 raise RuntimeError(str(error)) from error
             raise
-        plans = [plan, *[replace(plan, cause="resample")] * (ask.n - 1)]
-        return [self.finish(one, call, ask) for one, call in zip(plans, calls, strict=True)]
 
     def overridden(self, ask: Ask) -> list[str]:
         """The sampling parameters for which the rollout's own values win over those asked for."""
@@ -708,16 +750,16 @@ class Session:
 
     def finish(self, plan: Plan, call: Call, ask: Ask) -> Turn:
         """A call that has been sampled becomes a turn: its text is read, its ids are committed."""
-        text = self.template.decode(call.token_ids)
+        text, end = self.template.decode(call.token_ids)
         said, stop = cut(text, call.stop)
         message = self.parse(said, plan.tools if ask.most_calls != 0 else [])
         if ask.most_calls and message.get("tool_calls"):
             message["tool_calls"] = message["tool_calls"][: ask.most_calls]
-        self.commit(plan, call, message, text)
+        self.commit(plan, call, message, text, end)
         finish = "tool_calls" if message.get("tool_calls") else "stop" if stop else call.finish_reason
         return Turn(message, finish, call, stop)
 
-    async def sample(self, calls: list[Call]) -> None:
+    async def sample(self, plan: Plan, calls: list[Call]) -> None:
         """Let the engine fill the calls, unless the rollout ends first."""
         if self.closed:
             raise WireError("its rollout has ended", status=404)
@@ -734,7 +776,7 @@ class Session:
                 task.cancel()
                 call.seconds = time.perf_counter() - began
         for call in calls:  # before a branch is touched: a turn is committed whole or not at all
-            call.check()
+            call.check(plan.parent.ids[: plan.mark.ids] if plan.parent else [])
 
     async def shut(self) -> None:
         """The rollout is over: stop the calls that its agent left running, so that nothing is sampled unaccounted."""
@@ -750,9 +792,6 @@ class Session:
         room = self.context - len(sent_ids)
         if room < 1:
             raise ContextOverflow(f"the prompt has {len(sent_ids)} tokens, the context holds {self.context}")
-        if rule.fixed and "schema" in asked:
-            raise WireError("a JSON schema cannot be enforced in a training rollout: it would change the distribution "
-                            "that the log-probs are of", "response_format")  # fmt: skip
         granted = {} if rule.fixed else asked
         call = Call(len(self.calls), ask.wire, sent_ids, min(room, asked.get("max_tokens") or rule.max_tokens),
                     granted.get("temperature", rule.temperature), granted.get("top_p", rule.top_p), self.id,
@@ -762,22 +801,20 @@ class Session:
         self.calls.append(call)
         return call
 
-    def count(self, ask: Ask) -> int:
-        """How many prompt ids ``ask`` would be sent with."""
-        return len(self.plan(ask).sent_ids)
-
     # -- retries
 
-    async def answer(self, ask: Ask, body_key: str, retry: bool) -> Answer:
+    async def answer(self, ask: Ask, body: dict, retry: bool) -> Answer:
         """The finished answer to a request body: a body whose call runs joins it, a retry gets the recorded turns.
 
         A caller that is cancelled while others wait leaves the call running; the last one to go aborts it.
         """
-        found = self.answers.get(body_key)
+        found = next((one for one in self.answers if one.body == body and repr(one.body) == repr(body)), None)
         if found is not None and found.serves(ask, retry):
             self.meters["retries_joined"] += 1
         else:
-            found = self.answers[body_key] = Answer(asyncio.create_task(self.turns(ask)), ask.stream)
+            old = [one for one in self.answers if one is not found and one.task.done()]
+            found = Answer(body, asyncio.create_task(self.turns(ask)), ask.stream)
+            self.answers = [one for one in self.answers if not one.task.done()] + old[-8:] + [found]
         found.waiting += 1
         try:
             await asyncio.shield(found.task)
@@ -786,6 +823,8 @@ class Session:
             if not found.waiting and not found.task.done():
                 self.meters["disconnects"] += 1
                 found.task.cancel()
+            if not found.waiting and not found.lasts:  # who asks again must not get a call that failed or is dying
+                self.answers.remove(found)
         return found
 
     # -- match, continue, fork
@@ -805,8 +844,10 @@ class Session:
             shallow(message)
             messages.append(normalise(message))
             keys.append(key(messages[-1]))
-            if isinstance(messages[-1]["content"], list) and not self.template.images:
-                raise WireError("this model takes text, not images", "messages")
+            for uri in images_of(messages[-1:]):
+                if not self.template.images:
+                    raise WireError("this model takes text, not images", "messages")
+                picture(uri)
         return messages, keys
 
     def match(self, keys: list[dict], tools_key: str) -> tuple[Branch, Mark] | None:
@@ -821,28 +862,28 @@ class Session:
         (messages, keys), tools_key = self.read(ask.messages), json.dumps(tools, sort_keys=True)
         found = self.match(keys, tools_key)
         new = messages[found[1].messages if found else 0 :]
-        # Replies that no branch of ours stands behind: the client changed or invented them.
-        foreign = any(message["role"] == "assistant" for message in new)
+        # Replies that the policy never gave: the client changed or invented them.
+        foreign = any(same["role"] == "assistant" and same not in self.replies for same in keys[len(keys) - len(new) :])
         again = any(branch.tools_key == tools_key and branch.keys[: len(keys)] == keys for branch in self.branches)
         cause = "edit" if foreign else "resample" if again else "new" if self.branches else "first"
         if found is not None:
             branch, mark = found
             # Replies are rendered as they were returned: a client may echo them without their thinking.
-            history, kinds = branch.messages[: mark.messages], branch.kinds[: mark.messages]
-            rest = self.template.rest(history, kinds, mark.said, new, tools, mark.doubled)
-            messages = [*history, *new]
-            if rest is not None:
-                context, closing = self.template.follow(branch.ids[mark.ids - 1], rest)
+            behind = self.template.rest(branch, mark, new, tools)
+            messages = [*branch.messages[: mark.messages], *new]
+            if behind is not None:
+                context, closing = self.template.follow(mark.end, *behind)
                 cause = "edit" if foreign else "continue" if mark == branch.marks[-1] else "resample"
                 return Plan(branch, mark, context, closing, messages, keys, tools, tools_key, cause, ask.messages)
             cause = "template"
         context = self.template.encode(self.template.render(messages, tools, prompt=True))
         return Plan(None, None, context, 0, messages, keys, tools, tools_key, cause, ask.messages)
 
-    def commit(self, plan: Plan, call: Call, reply: Message, said: str) -> None:
+    def commit(self, plan: Plan, call: Call, reply: Message, said: str, end: str) -> None:
         """Append the turn. No await between looking at the branch and extending it, so turns cannot interleave."""
         branch, cause, start = plan.parent, plan.cause, plan.mark.ids if plan.mark else 0
         if branch is None:
+            cause = "new" if cause == "first" and self.branches else cause
             branch = Branch(plan.tools_key, cause)
             self.branches.append(branch)
         elif plan.mark != branch.marks[-1]:
@@ -850,8 +891,6 @@ class Session:
             cause = "resample" if cause == "continue" else cause
             branch = branch.fork(plan.mark, cause)
             self.branches.append(branch)
-        expanded = call.prompt_ids is not call.sent_ids
-        assert not expanded or branch.ids == call.prompt_ids[:start], "an image expanded in another way than before"
         branch.add_context(call.prompt_ids[start:])
         branch.add_sampled(call)
         for routes in call.routes:
@@ -863,9 +902,11 @@ class Session:
         del branch.kinds[before:]
         branch.messages, branch.keys = [*plan.messages, reply], [*plan.keys, key(reply)]
         branch.kinds += map(kind, branch.messages[before:])
-        count = len(branch.messages)
-        doubled = count.bit_length() > before.bit_length()
-        branch.marks.append(Mark(count, len(branch.ids), len(branch.sent), said, doubled))
+        count, bits = len(branch.messages), before.bit_length()
+        doubled = next((mark for mark in branch.marks if mark.messages.bit_length() == bits), None)
+        doubled = doubled if count.bit_length() > bits and count > self.template.WHOLE else None
+        branch.marks.append(Mark(count, len(branch.ids), len(branch.sent), said, end, doubled))
+        self.replies.append(branch.keys[-1])
         call.committed = True
         self.meters["closing_tokens"] += plan.closing
         self.meters[f"turns_{cause}"] += 1
@@ -885,18 +926,16 @@ class Session:
     def rows(self, rollout_id: str, group_id: int, task_id: str) -> list[Row]:
         """One row per branch that sampled anything."""
         rest = {"temperature": self.sampling.temperature, "calls": [call.summary() for call in self.calls]}
-        rows = [
-            Row(f"{rollout_id}.{index}", rollout_id, group_id, task_id, **branch.row_arrays(), **rest,
-                images=images_of(branch.messages))
-            for index, branch in enumerate(self.branches)
-        ]  # fmt: skip
-        return [row for row in rows if row.sampled.any()]
+        used = {f"{rollout_id}.{i}": one for i, one in enumerate(self.branches) if any(one.arrays["sampled"])}
+        rest |= {"rollout_id": rollout_id, "group_id": group_id, "task_id": task_id}
+        return [Row(name, **rest, **one.row_arrays(), images=images_of(one.messages)) for name, one in used.items()]
 
     def trace(self) -> dict:
         """The session's branches with their tokens, who sampled what, and why each branch exists."""
-        spans = [list(branch.spans(self.template.tokenizer)) for branch in self.branches]
-        told = zip(self.branches, spans, strict=True)
-        branches = [{"cause": b.cause, "messages": b.messages, "spans": s} for b, s in told]
+        branches = [
+            {"cause": one.cause, "messages": one.messages, "spans": list(one.spans(self.template.tokenizer))}
+            for one in self.branches
+        ]
         calls = [call.summary() | {"committed": call.committed} for call in self.calls]
         return {"branches": branches, "calls": calls, "meters": dict(self.meters)}
 
@@ -918,17 +957,47 @@ def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
 LABELS = {"model", "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key",
           "prompt_cache_retention", "cache_control", "inference_geo", "user_profile_id"}  # fmt: skip
 """Labels for the provider's own books: they have nothing to do with the reply."""
-NUMBERS = {"temperature": (float, 0, 2), "top_p": (float, 0, 1), "top_k": (int, 1, 2**31), "n": (int, 1, MAX_N),
-           "seed": (int, -(2**63), 2**63)}  # fmt: skip
-CAPS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 PIECE = 256
 """Characters of one streamed delta."""
+
+
+def between(low: float, high: float, *sorts: type) -> tuple[Callable[[Any], bool], str]:
+    """The rule of a number."""
+    what = "a number" if float in sorts else "an integer"
+    return lambda value: type(value) in sorts and low <= value <= high, f"{what} from {low} to {high}"
+
+
+def one_of(*sorts: type) -> tuple[Callable[[Any], bool], str]:
+    """The rule of a field that has one of these types."""
+    return lambda value: isinstance(value, sorts), "of type " + " or ".join(sort.__name__ for sort in sorts)
+
+
+def stops(value: Any) -> bool:
+    """The rule of stop strings."""
+    given = [value] if isinstance(value, str) else value if isinstance(value, list) else [None]
+    return len(given) <= 64 and all(isinstance(item, str) and item for item in given)
+
+
+STOPS = stops, "a string or a list of at most 64 strings, none empty"
+RULES = {"temperature": between(0, 2, int, float), "top_p": between(0, 1, int, float), "top_k": between(1, 2**31, int),
+         "seed": between(-(2**63), 2**63, int), "n": between(1, MAX_N, int), "stop": STOPS, "stop_sequences": STOPS,
+         "input": one_of(str, list), "instructions": one_of(str), "previous_response_id": one_of(str)}  # fmt: skip
+RULES |= {name: between(1, 2**31, int) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")}
+RULES |= {name: one_of(bool) for name in ("stream", "logprobs", "parallel_tool_calls", "store")}
+RULES |= {name: one_of(list) for name in ("messages", "tools")}
+RULES |= {name: one_of(dict) for name in ("stream_options", "text")}
+"""What a field's value must be, and how to say so."""
+SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")}
+SAMPLING |= {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "stop_sequences": "stop"}
+"""Fields about sampling, in any wire, and what ``Ask.asked`` calls them."""
 
 
 def read_json(data: bytes) -> dict:
     """The body. Raises ``WireError`` for bytes that are no JSON object, no Unicode, or nested too deep."""
     try:
         body = json.loads(data)
+        if b"\\ud" in data or b"\\uD" in data:
+            json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is no character
     except (ValueError, RecursionError) as error:
         raise WireError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -936,50 +1005,33 @@ def read_json(data: bytes) -> dict:
     return body
 
 
-def number(body: dict, name: str) -> float | int | None:
-    """A numeric field, or None where it is absent or null."""
-    value, (sort, low, high) = body.get(name), NUMBERS.get(name, (int, 1, 2**31))
-    if value is None:
-        return None
-    right = isinstance(value, int if sort is int else (int, float)) and not isinstance(value, bool)
-    if not right or not low <= value <= high:
-        raise WireError(f"{name} must be {sort.__name__} from {low} to {high}, got {str(value)[:40]}", name)
-    return value
-
-
-def listed(body: dict, name: str) -> list:
-    """A field that is a list, empty where it is absent or null."""
-    value = body.get(name)
-    if not isinstance(value or [], list):
-        raise WireError(f"{name} must be a list", name)
-    return value or []
-
-
-def asked_for(body: dict, *names: str) -> dict[str, Any]:
-    """The numeric sampling fields that a body sets; every cap of sampled tokens is ``max_tokens``."""
-    found = {name: number(body, name) for name in names}
-    return {"max_tokens" if name in CAPS else name: value for name, value in found.items() if value is not None}
-
-
-def strings(body: dict, name: str) -> list[str]:
-    """Stop strings: one, or a list of them."""
-    value = body.get(name) or []
-    value = [value] if isinstance(value, str) else value
-    if not (isinstance(value, list) and all(isinstance(item, str) and item for item in value) and len(value) <= 64):
-        raise WireError(f"{name} must be a string or a list of at most 64 strings", name)
-    return value
-
-
-def schema_of(form: Any, name: str) -> dict:
+def schema_of(form: Any, name: str, session: Session) -> dict:
     """``{"schema": …}`` of a response format that asks for JSON; empty for text."""
-    shallow(form)
     sort = form.get("type") if isinstance(form, dict) else "text" if form is None else None
-    if sort in ("text", "json_object"):
-        return {"schema": {"type": "object"}} if sort == "json_object" else {}
-    inner = form.get("json_schema", form) if sort == "json_schema" else None
-    if not (isinstance(inner, dict) and isinstance(inner.get("schema"), dict)):
+    if sort == "text":
+        return {}
+    inner = {"schema": {"type": "object"}} if sort == "json_object" else form
+    inner = form.get("json_schema", form) if sort == "json_schema" else inner
+    if sort not in ("json_object", "json_schema") or not (
+        isinstance(inner, dict) and isinstance(inner.get("schema"), dict)
+    ):
         raise WireError(f"{name} {str(form)[:60]} is not supported: text, json_object and json_schema are", name)
+    if session.sampling.fixed:
+        raise WireError(f"{name}: a JSON schema cannot be enforced in a training rollout, where it would change the "
+                        "distribution that the log-probs are of", name)  # fmt: skip
     return {"schema": inner["schema"]}
+
+
+def most_calls(body: dict) -> int | None:
+    """How many tool calls a body lets a reply hold. A forced call would need constrained sampling: refused."""
+    choice = body.get("tool_choice") or "auto"
+    choice = choice if isinstance(choice, dict) else {"type": choice}
+    if choice.get("type") not in ("auto", "none"):
+        raise WireError(
+            f"tool_choice={str(body['tool_choice'])[:60]} is not supported: auto and none are", "tool_choice"
+        )
+    single = body.get("parallel_tool_calls") is False or choice.get("disable_parallel_tool_use")
+    return 0 if choice["type"] == "none" else 1 if single else None
 
 
 def dumped(model: type, value: dict) -> dict:
@@ -992,53 +1044,60 @@ def pieces(text: str) -> Iterator[str]:
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
-def check(body: dict, taken: set[str], idle: dict[str, Any]) -> None:
-    """Raise ``WireError`` naming a field that is set and not supported: nothing is ignored. ``taken`` fields are read;
-    ``idle`` ones are understood only at the value that asks for nothing."""
-    for name, value in body.items():
-        if name not in taken | LABELS and value is not None and not (name in idle and value == idle[name]):
-            raise WireError(f"{name}={str(value)[:60]} is not supported", name)
-    for name in ("stream", "parallel_tool_calls"):
-        if not isinstance(body.get(name) or False, bool):
-            raise WireError(f"{name} must be true or false", name)
-    shallow({name: value for name, value in body.items() if name not in ("messages", "input", "tools")})
-
-
 class Wire:
     """A wire format. Each has ``ask`` (JSON to an ``Ask``), ``reply`` (turns to JSON), ``events`` (that reply as the
     names and data of a stream) and ``fault`` (a fault in the wire's shape)."""
 
     name: str
+    taken: frozenset[str]
+    """Fields that are read."""
+    idle: ClassVar[dict[str, Any]]
+    """Fields understood only at the value that asks for nothing."""
     ping = b": the engine is at work\n\n"
     """A comment of a server-sent stream."""
+
+    def check(self, body: dict) -> None:
+        """Raise ``WireError`` naming a field that is set and not supported, or malformed: nothing is ignored."""
+        for name, value in body.items():
+            right, what = RULES.get(name, one_of(object))
+            if name not in self.taken | LABELS and value is not None and not (
+                name in self.idle and value == self.idle[name]
+            ):  # fmt: skip
+                raise WireError(f"{name}={str(value)[:60]} is not supported", name)
+            if value is not None and not right(value):
+                raise WireError(f"{name} must be {what}, got {str(value)[:40]}", name)
+        shallow({name: value for name, value in body.items() if name not in ("messages", "input", "tools")})
+
+    def asks(self, body: dict, messages: list[Any], schema: dict, **extra: Any) -> Ask:
+        """What a checked body asks for."""
+        asked = {SAMPLING[name]: body[name] for name in SAMPLING if body.get(name) not in (None, [])}
+        if caps := [body[name] for name in SAMPLING if SAMPLING[name] == "max_tokens" and body.get(name)]:
+            asked["max_tokens"] = min(caps)
+        if isinstance(asked.get("stop"), str):
+            asked["stop"] = [asked["stop"]]
+        rest = body.get("n") or 1, most_calls(body), bool(body.get("stream")), extra
+        return Ask(messages, body.get("tools") or [], self.name, asked | schema, *rest)
 
     def frames(self, events: Iterable[tuple[str, dict]]) -> bytes:
         """Events as the bytes of a server-sent stream."""
         return b"".join(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in events)
 
 
-CHAT = {"messages", "tools", "temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "n", "stop",
-        "stream", "stream_options", "logprobs", "response_format", "tool_choice", "parallel_tool_calls"}  # fmt: skip
-CHAT_IDLE = {"presence_penalty": 0, "frequency_penalty": 0, "top_logprobs": 0, "logit_bias": {}, "modalities": ["text"]}
-
-
 class Chat(Wire):
     """OpenAI's chat/completions."""
 
     name = "openai.chat"
+    taken = frozenset({"messages", "tools", "temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "n",
+                       "stop", "stream", "stream_options", "logprobs", "response_format", "tool_choice",
+                       "parallel_tool_calls"})  # fmt: skip
+    idle: ClassVar = {"presence_penalty": 0, "frequency_penalty": 0, "top_logprobs": 0, "logit_bias": {},
+                      "modalities": ["text"]}  # fmt: skip
 
     def ask(self, session: Session, body: dict) -> Ask:
-        check(body, CHAT, CHAT_IDLE)
-        asked = asked_for(body, "temperature", "top_p", "seed", "max_tokens", "max_completion_tokens")
-        asked |= {"stop": strings(body, "stop")} if body.get("stop") else {}
-        asked |= schema_of(body.get("response_format"), "response_format")
-        if not isinstance(body.get("stream_options") or {}, dict):
-            raise WireError("stream_options must be an object", "stream_options")
-        usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        extra = {"include_usage": usage, "logprobs": bool(body.get("logprobs"))}
-        most, tools = most_calls(body), listed(body, "tools")
-        count = number(body, "n") or 1
-        return Ask(listed(body, "messages"), tools, self.name, asked, count, most, bool(body.get("stream")), extra)
+        self.check(body)
+        usage = (body.get("stream_options") or {}).get("include_usage")
+        schema = schema_of(body.get("response_format"), "response_format", session)
+        return self.asks(body, body.get("messages") or [], schema, usage=usage, logprobs=body.get("logprobs"))
 
     def reply(self, session: Session, ask: Ask, turns: list[Turn], model: str) -> dict:
         from openai.types.chat import ChatCompletion
@@ -1046,9 +1105,10 @@ class Chat(Wire):
         choices = []
         for index, turn in enumerate(turns):
             message = {**turn.message, "content": turn.message["content"] or None}
-            scores = token_logprobs(session.template.tokenizer, turn.call) if ask.extra["logprobs"] else None
-            choices.append({"index": index, "message": message, "finish_reason": turn.finish_reason,
-                            "logprobs": scores and {"content": scores}})  # fmt: skip
+            texts = [session.template.tokenizer.decode([token]) for token in turn.call.token_ids]
+            scores = {"content": list(map(token_logprob, texts, turn.call.logprobs))} if ask.extra["logprobs"] else None
+            choice = {"index": index, "message": message, "finish_reason": turn.finish_reason, "logprobs": scores}
+            choices.append(choice)
         prompt, sampled = turns[0].prompt_tokens, sum(turn.completion_tokens for turn in turns)
         usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
         reply = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": int(time.time()),
@@ -1057,7 +1117,7 @@ class Chat(Wire):
 
     def events(self, ask: Ask, reply: dict) -> Iterator[tuple[str, dict]]:
         head = {name: reply[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-        with_usage = ask.extra["include_usage"]
+        with_usage = ask.extra["usage"]
         head |= {"usage": None} if with_usage else {}
         for choice in reply["choices"]:
             for delta in chat_deltas(choice["message"]):
@@ -1078,35 +1138,15 @@ class Chat(Wire):
         return {"error": {"message": str(error), "type": sort, "param": error.param, "code": error.code}}
 
 
-def most_calls(body: dict) -> int | None:
-    """How many tool calls a body lets a reply hold. A forced call would need constrained sampling: refused."""
-    choice = body.get("tool_choice") or "auto"
-    choice = choice if isinstance(choice, dict) else {"type": choice}
-    if choice.get("type") not in ("auto", "none"):
-        raise WireError(
-            f"tool_choice={str(body['tool_choice'])[:60]} is not supported: auto and none are", "tool_choice"
-        )
-    single = body.get("parallel_tool_calls") is False or choice.get("disable_parallel_tool_use")
-    return 0 if choice["type"] == "none" else 1 if single else None
-
-
-def token_logprobs(tokenizer, call: Call) -> list[dict]:
-    """OpenAI's list of sampled tokens with their log-probs; bytes are null where a token is a part of a character."""
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in call.token_ids]
-    return [
-        {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-            "top_logprobs": [],
-        }
-        for text, logprob in zip(texts, call.logprobs, strict=True)
-    ]
+def token_logprob(text: str, logprob: float) -> dict:
+    """A sampled token as OpenAI tells it; its bytes are null where it is a part of a character."""
+    whole = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": whole, "top_logprobs": []}
 
 
 def chat_deltas(message: dict) -> Iterator[dict]:
     """A message as the deltas that add up to it."""
-    yield {"role": "assistant", "content": ""}
+    yield {"role": "assistant", "content": message["content"] and ""}
     for piece in pieces(message.get("reasoning_content") or ""):
         yield {"reasoning_content": piece}
     for piece in pieces(message["content"] or ""):
@@ -1117,38 +1157,32 @@ def chat_deltas(message: dict) -> Iterator[dict]:
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 
 
-RESPONSES = {"input", "instructions", "previous_response_id", "tools", "temperature", "top_p", "max_output_tokens",
-             "stream", "text", "tool_choice", "parallel_tool_calls", "store"}  # fmt: skip
-RESPONSES_IDLE = {"include": [], "truncation": "disabled", "background": False, "top_logprobs": 0, "reasoning": {},
-                  "stream_options": {"include_obfuscation": False}}  # fmt: skip
-
-
 class Responses(Wire):
     """OpenAI's responses."""
 
     name = "openai.responses"
+    taken = frozenset({"input", "instructions", "previous_response_id", "tools", "temperature", "top_p", "stream",
+                       "text", "max_output_tokens", "tool_choice", "parallel_tool_calls", "store"})  # fmt: skip
+    idle: ClassVar = {"include": [], "truncation": "disabled", "background": False, "top_logprobs": 0, "reasoning": {},
+                      "stream_options": {"include_obfuscation": False}}  # fmt: skip
 
     def ask(self, session: Session, body: dict) -> Ask:
-        check(body, RESPONSES, RESPONSES_IDLE)
-        asked = asked_for(body, "temperature", "top_p", "max_output_tokens")
-        form = body.get("text") or {}
-        if not isinstance(form, dict) or form.keys() - {"format"}:
+        self.check(body)
+        form, before, given = body.get("text") or {}, body.get("previous_response_id"), body.get("input") or []
+        if form.keys() - {"format"}:
             raise WireError(f"text={str(form)[:60]} is not supported: text.format is", "text")
-        asked |= schema_of(form.get("format"), "text.format")
-        before = body.get("previous_response_id")
         if before is not None and before not in session.responses:
-            raise WireError(f"previous_response_id {str(before)[:60]!r} is not known to this session",
-                            "previous_response_id")  # fmt: skip
-        said, given = [*session.responses.get(before, [])], body.get("input")
-        for item in [{"role": "user", "content": given}] if isinstance(given, str) else listed(body, "input"):
+            raise WireError(f"previous_response_id {before[:60]!r} is not of this session", "previous_response_id")
+        said = [*session.responses.get(before, [])]
+        for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
             add_item(said, item)
-        if not isinstance(body.get("instructions") or "", str):
-            raise WireError("instructions must be a string", "instructions")
         system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-        echo = {name: body[name] for name in ("instructions", "previous_response_id", "metadata") if name in body}
-        tools, store = listed(body, "tools"), body.get("store") is not False
-        extra = {"said": said, "echo": echo | {"tools": tools}, "store": store}
-        return Ask([*system, *said], tools, self.name, asked, 1, most_calls(body), bool(body.get("stream")), extra)
+        echo = {name: body[name] for name in ("instructions", "previous_response_id") if name in body}
+        schema = schema_of(form.get("format"), "text.format", session)
+        echo |= {
+            "tools": [{"type": "function", **normalise_tool(tool)["function"]} for tool in body.get("tools") or []]
+        }
+        return self.asks(body, [*system, *said], schema, said=said, echo=echo, store=body.get("store") is not False)
 
     def reply(self, session: Session, ask: Ask, turns: list[Turn], model: str) -> dict:
         from openai.types.responses import Response
@@ -1180,26 +1214,26 @@ def add_item(said: list[Message], item: Any) -> None:
     """Append one input item. The items of one assistant turn (reasoning, text, calls) are one message."""
     sort = item.get("type", "message") if isinstance(item, dict) else None
     if sort == "function_call_output":
-        said.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-    elif sort == "message" and item.get("role") != "assistant":
-        said.append({"role": item.get("role"), "content": item.get("content")})
-    elif sort in ("message", "function_call", "reasoning"):
-        last = said[-1] if said and said[-1]["role"] == "assistant" else None
-        if last is None or (sort != "function_call" and (last.get("content") or last.get("tool_calls"))):
-            said.append(last := {"role": "assistant", "content": ""})
-        else:
-            said[-1] = last = dict(last)  # it may be a stored response's
-        if sort == "message":
-            last["content"] = item.get("content")
-        elif sort == "reasoning":
-            texts = [part.get("text") or "" for part in [*listed(item, "content"), *listed(item, "summary")]]
-            last["reasoning_content"] = "".join(map(str, texts))
-        else:
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            last["tool_calls"] = [*last.get("tool_calls", []), call]
+        part = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    elif sort == "message":
+        part = {"role": item.get("role"), "content": item.get("content")}
+    elif sort == "reasoning":
+        part = {"role": "assistant", "reasoning_content": content(item.get("content") or item.get("summary"))}
+    elif sort == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        part = {
+            "role": "assistant",
+            "tool_calls": [{"id": item.get("call_id"), "type": "function", "function": function}],
+        }
     else:
         raise WireError(f"input item {str(item)[:60]} is not supported", "input")
+    last = said[-1] if said else {}
+    joins = "tool_calls" in part or not (last.get("content") or last.get("tool_calls"))
+    if part["role"] == last.get("role") == "assistant" and joins:
+        calls = [*(last.get("tool_calls") or []), *part.get("tool_calls", [])]
+        part = last | part | ({"tool_calls": calls} if calls else {})
+        said.pop()
+    said.append(part)
 
 
 def output_items(message: Message, status: str) -> Iterator[dict]:
@@ -1245,31 +1279,26 @@ def part_events(at: dict, part: dict) -> Iterator[tuple[str, dict]]:
     yield "response.content_part.done", at | {"part": part}
 
 
-MESSAGES = {"messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k",
-            "stop_sequences", "stream", "thinking"}  # fmt: skip
-
-
 class Messages(Wire):
     """Anthropic's messages."""
 
     name = "anthropic.messages"
+    taken = frozenset({"messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k",
+                       "stop_sequences", "stream", "thinking"})  # fmt: skip
+    idle: ClassVar = {"output_config": {}}
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def ask(self, session: Session, body: dict) -> Ask:
-        check(body, MESSAGES, {"output_config": {}})
-        asked = asked_for(body, "temperature", "top_p", "top_k", "max_tokens")
-        asked |= {"stop": strings(body, "stop_sequences")} if body.get("stop_sequences") else {}
+        self.check(body)
         messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-        for message in listed(body, "messages"):
+        for message in body.get("messages") or []:
             messages += chat_messages(message)
-        if messages and messages[-1]["role"] == "assistant":
+        if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
             raise WireError("the last message is the assistant's: prefill is not supported", "messages")
-        tools = listed(body, "tools")
         thinking = body.get("thinking") or {"type": "disabled"}
         if not isinstance(thinking, dict) or thinking.get("type") not in ("enabled", "adaptive", "disabled"):
             raise WireError(f"thinking={str(thinking)[:60]} is not supported", "thinking")
-        extra = {"thinking": thinking["type"] != "disabled"}
-        return Ask(messages, tools, self.name, asked, 1, most_calls(body), bool(body.get("stream")), extra)
+        return self.asks(body, messages, {}, thinking=thinking["type"] != "disabled")
 
     def reply(self, session: Session, ask: Ask, turns: list[Turn], model: str) -> dict:
         from anthropic.types import Message as AnthropicMessage
@@ -1307,7 +1336,7 @@ class Messages(Wire):
 def chat_messages(message: Any) -> Iterator[Message]:
     """An Anthropic message in chat's shape: each tool_result is a message of its own, and text around it a user's."""
     given = message.get("content") if isinstance(message, dict) else None
-    if not (isinstance(given, list) and all(isinstance(block, dict) for block in given)):
+    if not (given and isinstance(given, list) and all(isinstance(block, dict) for block in given)):
         yield message
     elif message.get("role") == "assistant":
         thoughts = [str(block.get("thinking")) for block in given if block.get("type") == "thinking"]
@@ -1366,8 +1395,6 @@ def fault_of(error: Exception) -> WireError:
     return WireError(f"engine: {error}", status=503)
 
 
-STREAMED = re.compile(rb'"stream(_options)?"\s*:\s*(true|false|null|\{[^{}]*\})\s*,?\s*')
-"""Where JSON says whether to stream. Inside a message its quotes would be escaped."""
 FAULTS = (WireError, ContextOverflow, RecursionError, web.HTTPException, RuntimeError, OSError, TimeoutError)
 
 
@@ -1380,7 +1407,7 @@ class Loopback:
         self.runner: web.AppRunner | None = None
         self.port = 0
         self.costs: deque[float] = deque(maxlen=10_000)
-        """Seconds that the server itself took of each of the last calls; the engine's time is not among them."""
+        """``Ask.work`` of the last calls."""
 
     async def start(self) -> None:
         """Listen on 127.0.0.1, on a port the system picks."""
@@ -1439,20 +1466,21 @@ class Loopback:
         """POST to a wire: one turn, or ``n``. The turns are committed before the first byte of a reply is sent."""
         session, data, stream = self.session(request), await request.read(), None
         began = time.perf_counter()
-        ask = wire.ask(session, read_json(data))
+        body = read_json(data)
+        ask = wire.ask(session, body)
+        ask.work = time.perf_counter() - began
         overridden = session.overridden(ask)
         headers = {"x-instar-overridden": ",".join(overridden)} if overridden else {}
-        answering = asyncio.create_task(session.answer(ask, body_key(wire, data), is_retry(request)))
+        answering = asyncio.create_task(session.answer(ask, asked_in(wire, body), is_retry(request)))
         try:
             while ask.stream and not (await asyncio.wait({answering}, timeout=KEEP_ALIVE_S))[0]:
                 stream = stream or await open_stream(request, headers)
                 await stream.write(wire.ping)
             answer = await answering
-            turns = answer.task.result()
+            began, turns = time.perf_counter(), answer.task.result()
             reply = wire.reply(session, ask, turns, self.model)
             frames = wire.frames(wire.events(ask, reply)) if ask.stream else json.dumps(reply).encode()
-            if not answer.delivered:  # of a retry, the time is another request's
-                self.costs.append(time.perf_counter() - began - turns[0].call.seconds)
+            self.costs.append(ask.work + time.perf_counter() - began)
             if not ask.stream:
                 headers |= {"Content-Type": "application/json", "Content-Length": str(len(frames))}
             stream = stream or await open_stream(request, headers)
@@ -1473,7 +1501,7 @@ class Loopback:
         ask = Messages().ask(session, body)
         if images_of(session.read(ask.messages)[0]):
             raise WireError("tokens of images are counted by the engine alone, when it is called", "messages")
-        return web.json_response({"input_tokens": session.count(ask)})
+        return web.json_response({"input_tokens": len(session.plan(ask).sent_ids)})
 
     async def models(self, request: web.Request) -> web.Response:
         """GET models, or one of them: there is one, and its description serves both wires."""
@@ -1500,9 +1528,10 @@ class Loopback:
         }
 
 
-def body_key(wire: Wire, data: bytes) -> str:
+def asked_in(wire: Wire, body: dict) -> dict:
     """What makes two bodies the same request: all but whether the reply is streamed."""
-    return hashlib.sha256(wire.name.encode() + STREAMED.sub(b"", data).rstrip(b"}, \n")).hexdigest()
+    same = sorted(name for name in body if name not in ("stream", "stream_options"))
+    return {"wire": wire.name} | {name: body[name] for name in same}
 
 
 def is_retry(request: web.Request) -> bool:

@@ -55,7 +55,7 @@ from loopback import TRAINABLE, Row, unpack_rows
 log = logging.getLogger("rl")
 
 COUNTED = ("rollout/status/", "rollout/reprefilled", "identity/closing", "identity/turns", "identity/overridden",
-           "identity/route_conflicts", "identity/echo_mismatch", "identity/retries_joined", "identity/disconnects")  # fmt: skip
+           "identity/route_conflicts", "identity/echo", "identity/retries", "identity/disconnects")  # fmt: skip
 """Meters of a node that count; the others are means."""
 
 

@@ -860,9 +860,10 @@ class Node:
         self.background = [asyncio.create_task(self.scheduler.run()), asyncio.create_task(self.watch())]
         for task in self.background:
             task.add_done_callback(self.background_ended)
-        # What is there by now stays: a collection that looks at all of vLLM would stop the loop for tens of milliseconds.
+        # What is there by now stays, and a request's JSON is no cycle: collections would only stop the loop.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000)
         self.ready = True
         log.info(
             "ready after %.1f s: %d engine(s), loopback on port %d",
@@ -1159,6 +1160,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     # vLLM's parsers log a traceback for each malformed tool call; malformed calls are data here.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    # Agents' clients speak to 127.0.0.1, whatever proxy the environment names.
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
     try:
         (cfg,) = HfArgumentParser(RolloutConfig, allow_abbrev=False).parse_args_into_dataclasses()
         validate(cfg)

@@ -44,6 +44,30 @@ def problems(seed: int, held: bool) -> Iterator[tuple[int, int]]:
             yield a, b
 
 
+def four_numbers(split: str, seed: int) -> Iterator[Task]:
+    """Two sums at a time, for agents whose work has several steps."""
+    sums = Calculator.tasks(split, seed)
+    for one, two in zip(sums, sums, strict=False):
+        yield Task(f"{one.task_id}+{two.task_id}", {"numbers": [*one.data.values(), *two.data.values()]})
+
+
+def call_tool(name: str, arguments: str | dict) -> str:
+    """What ``add`` answers; an error to read, as from a real tool, where the call makes no sense."""
+    if name != "add":
+        return "error"
+    try:
+        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return str(int(given["a"]) + int(given["b"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return "error"
+
+
+def last_number(text: str | None) -> int | None:
+    """The number that an answer ends with; None where there is none, or one too long to be meant."""
+    numbers = re.findall(r"-?\d+", text or "")
+    return int(numbers[-1]) if numbers and len(numbers[-1]) < 100 else None
+
+
 class Calculator(Env):
     """One sum."""
 
@@ -61,21 +85,14 @@ class Calculator(Env):
         return [{"role": "user", "content": f"What is {self.a} + {self.b}?"}]
 
     async def step(self, action: Message) -> Result:
-        if not action.get("tool_calls"):
-            numbers = re.findall(r"-?\d+", action["content"] or "")
-            right = bool(numbers) and int(numbers[-1]) == self.a + self.b
+        calls = action.get("tool_calls")
+        if not calls:
+            right = last_number(action["content"]) == self.a + self.b
             return Result(reward=float(right), terminated=True, info={"tool_calls": self.calls})
-        self.calls += len(action["tool_calls"])
-        return Result(observation=[self.answer(call) for call in action["tool_calls"]])
-
-    def answer(self, call: dict) -> Message:
-        """The tool's reply; a malformed call gets an error to read, as from a real tool."""
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-            text = str(int(arguments["a"]) + int(arguments["b"]))
-        except (ValueError, KeyError, TypeError, OverflowError):
-            text = "error"
-        return {"role": "tool", "tool_call_id": call["id"], "content": text}
+        self.calls += len(calls)
+        said = [call_tool(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        answers = zip(calls, said, strict=True)
+        return Result([{"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in answers])
 
 
 AgentRunner = Calculator

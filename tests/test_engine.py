@@ -190,6 +190,13 @@ def test_the_probe_catches_a_tensor_that_was_left_out(node, left_out):
     assert sync(node) < 1e-5
 
 
+def test_what_a_client_asks_for_in_evaluation_the_engine_does(node):
+    """A JSON schema, stop strings, seeds, several choices, log-probs, top_p: agent_turns.py asserts each."""
+    asked = {"limit": 4, "temperature": 1.0}
+    answer = node.nodes.request("POST", node.nodes.urls[0] + "/evaluate", json=asked).json()
+    assert (answer["reward"], answer["failed"]) == (1.0, 0), node.log.read_text()[-3000:]
+
+
 def test_a_request_without_the_secret_is_refused(node):
     import httpx
 

@@ -25,6 +25,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import operator
+
 import loopback
 from agents import ContextOverflow
 from loopback import BREAK, Branch, Call, Loopback, Row, Sampling, Session, Template, WireError, pack_rows, unpack_rows
@@ -685,6 +687,24 @@ def test_each_turn_is_counted_by_why_it_is_where_it_is():
     assert s.calls[5].prompt_ids == [*s.calls[1].prompt_ids, *ids("a <eot> NL <assistant>")]
 
 
+@pytest.mark.parametrize("where", ["message", "list"])
+def test_a_caller_may_edit_its_own_messages_in_place(where):
+    """An ``Env`` keeps one list, compacts it in place, or writes into its messages."""
+    s = session(engine := Engine(ids("a <eot>"), ids("b <eot>")))
+
+    async def go():
+        history = [user("a")]
+        await s.turn(history, None, "test")
+        if where == "list":
+            history[:] = [user("b")]
+        else:
+            history[0]["content"] = "b"
+        await s.turn(history, None, "test")
+
+    run(go())
+    assert engine.prompts[1] == ids("<user> b <eot> NL <assistant>")
+
+
 def test_two_concurrent_calls_over_one_prefix_are_two_rows():
     """Also when the first to start is the last to end: each sampled token is in exactly one row."""
     gates = [asyncio.Event(), asyncio.Event()]
@@ -988,9 +1008,9 @@ def test_packing_costs_at_most_a_tenth_more_than_the_arrays():
 
 
 @asynccontextmanager
-async def serving(engine, fixed=True, max_tokens=200, context=4096):
+async def serving(engine, fixed=True, max_tokens=200, context=4096, chat=None):
     """A loopback and one session of it."""
-    server = Loopback(template(), parse, engine, "policy", context)
+    server = Loopback(chat or template(), parse, engine, "policy", context)
     await server.start()
     s = server.open(Sampling(1.0, 1.0, max_tokens, fixed))
     try:
@@ -1353,3 +1373,33 @@ def test_the_server_listens_on_127_0_0_1_only():
             socket.create_connection(("127.0.0.2", server.port), 1).close()
 
     wire(Engine(), scenario)
+
+
+def test_a_trace_shows_who_sampled_what_and_why_each_branch_is_there():
+    """Branches with their causes; spans that add up to the branch's ids, each of one origin; calls; meters."""
+    script = ids("<think> a b </think> b <eot>"), ids("a <eot>"), ids("b <eot>"), ids("b b <eot>")
+
+    async def scenario(server, session):
+        first = (await session.turn([user("a")], None, "test")).message
+        told = [user("a"), first, user("b")]
+        await session.turn([user("a"), first, tool("b")], None, "test")
+        await session.turn(told, None, "test")
+        await session.turn([user("c")], None, "test")
+        async with aiohttp.ClientSession() as client, client.get(server.url(session) + "/trace") as response:
+            return await response.json(), [list(branch.ids) for branch in session.branches]
+
+    async def go():
+        async with serving(Engine(*script), chat=template(DROP)) as (server, session):
+            return await scenario(server, session)
+
+    trace, rows = run(go())
+    assert [branch["cause"] for branch in trace["branches"]] == ["first", "template", "new"]
+    for branch, row in zip(trace["branches"], rows, strict=True):
+        assert functools.reduce(operator.iadd, (span["ids"] for span in branch["spans"]), []) == row
+        assert next(span["from"] for span in branch["spans"]) == 0
+    spans = [[span["who"] for span in branch["spans"]] for branch in trace["branches"]]
+    assert spans == [["context", "call 0", "context", "call 1"], ["context", "call 2"], ["context", "call 3"]]
+    assert trace["branches"][0]["spans"][1]["text"] == "<think>ab</think>b<eot>"
+    assert trace["branches"][0]["spans"][1]["versions"] == [3]
+    assert [call["sampled"] for call in trace["calls"]] == [6, 2, 2, 3]
+    assert trace["meters"]["turns_template"] == 1

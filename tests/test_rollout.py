@@ -14,8 +14,9 @@ import pytest
 
 import agents
 import rollout
-from loopback import Call, Row, Sampling, Session
+from loopback import Call, Row, Sampling, Session, Template
 from rollout import EngineFailure, Group, Ledger, Player, Rollout, Router, Scheduler
+from tools import toy
 
 TRAIN = Sampling(1.0, 1.0, 8, fixed=True)
 
@@ -159,23 +160,16 @@ def test_a_finite_train_split_goes_round_and_an_empty_one_is_refused():
 
 
 class FakeLoopback:
-    """Sessions over a generate function, with a template that is not asked."""
+    """Sessions over a generate function, with the toy's template."""
+
+    template = Template(toy.tokenizer(), [toy.END])
 
     def __init__(self, generate):
         self.generate = generate
 
     def open(self, sampling):
-        class Plain:
-            eos_ids, turn_end, images = frozenset(), "", False
-            render = staticmethod(
-                lambda messages, tools, prompt: "".join(f"{m['role']}{m['content']}" for m in messages)
-            )
-            encode = staticmethod(lambda text: list(text.encode()))
-            decode = staticmethod(lambda ids: "x" * len(ids))
-
-        return Session(
-            Plain(), lambda text, tools: {"role": "assistant", "content": text}, self.generate, sampling, 512
-        )
+        parse = lambda text, tools: {"role": "assistant", "content": text}  # noqa: E731
+        return Session(self.template, parse, self.generate, sampling, 512)
 
     def close(self, session):
         session.closed = True

@@ -1,5 +1,6 @@
 # Sourced by run_2x8.sh and run_tests.sh: makes .venv with the pinned requirements, once.
 # Sets PY (the environment's python), DEVICE (cuda or cpu) and GPU_COUNT.
+# run_tests.sh calls setup_tests as well.
 
 fail() { echo "${0##*/}: error: $*" >&2; exit 1; }
 
@@ -27,5 +28,17 @@ setup() {
   "$PY" -c 'import torchvision' >/dev/null 2>&1 || "$PY" -m pip uninstall -qy torchvision torchaudio torchcodec >>.venv/install.log 2>&1
   "$PY" -c 'import torch, transformers, vllm' >>.venv/install.log 2>&1 ||
     fail "the installed packages do not import: $(tail -n 1 .venv/install.log) (log: .venv/install.log)"
+  touch "$stamp"
+}
+
+setup_tests() {
+  local stamp=.venv/instar-tests-$(cat requirements-test.txt tools/setup.sh | cksum | tr ' ' -)
+  [ -e "$stamp" ] && return
+  "$PY" -m pip install -q --no-deps -r requirements-test.txt >>.venv/install.log 2>&1 ||
+    fail "pip could not install requirements-test.txt: $(tail -n 1 .venv/install.log) (log: .venv/install.log)"
+  # Beside a CPU torch, torchvision works only under tests/vision/sitecustomize.py, so it stays out of everyone else's way.
+  "$PY" -c 'import torchvision' >/dev/null 2>&1 ||
+    "$PY" -m pip install -q --no-deps --target .venv/vision torchvision==0.28.0 >>.venv/install.log 2>&1 ||
+    fail "pip could not install torchvision: $(tail -n 1 .venv/install.log) (log: .venv/install.log)"
   touch "$stamp"
 }
