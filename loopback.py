@@ -136,6 +136,11 @@ class WireError(ValueError):
         self.param, self.status, self.code = param, status, code
 
 
+def unsupported(name: str, value: Any, instead: str = "") -> WireError:
+    """A value of a field, or of a part of it, that Instar does not take."""
+    return WireError(f"{name} {str(value)[:80]} is not supported{instead}", name)
+
+
 def shallow(value: Any, left: int = MAX_DEPTH) -> None:
     """Raise ``WireError`` for a value nested deeper than ``MAX_DEPTH``."""
     if not left:
@@ -149,7 +154,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_te
 IMAGE_PARTS = ("image_url", "input_image", "image")
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def picture(uri: str) -> Image.Image:
     """The image of a base64 data URI. Raises ``WireError`` for anything else: nothing is fetched from a network."""
     found = re.fullmatch(r"data:image/(png|jpeg|gif|webp);base64,([A-Za-z0-9+/=\r\n]*)", uri)
@@ -181,16 +186,11 @@ def content_part(part: Any) -> dict:
         return {"type": "text", "text": part["text"]}
     source = part.get("source" if sort == "image" else "image_url") if sort in IMAGE_PARTS else None
     if isinstance(source, dict):
-        given = (
-            f"data:{source.get('media_type')};base64,{source.get('data')}" if "data" in source else source.get("url")
-        )
-        source = str(given)
+        source = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
     if not isinstance(source, str):
-        raise WireError(f"content part {str(part)[:80]} is not supported: text and image parts are", "messages")
+        raise unsupported("messages", part, ": text and image parts are")
     if not source.startswith("data:image/"):
-        raise WireError(
-            f"image {source[:40]!r} is no data URI; URLs are not fetched: send the image's bytes", "messages"
-        )
+        raise WireError(f"image {source[:40]!r} is no data URI; URLs are not fetched: send its bytes", "messages")
     return {"type": "image", "image": source}
 
 
@@ -241,16 +241,14 @@ def normalise_call(call: Any) -> dict:
     return {"type": "function", "id": str(call.get("id") or ""), "function": function}
 
 
-FUNCTIONS = ("function", "custom", None)
-"""Types of a tool that is the client's own function."""
-
-
 def normalise_tool(tool: Any) -> dict:
     """A function tool, in the spelling of any wire, by its function alone: no ``cache_control`` beside it counts."""
     shallow(tool)
-    inner = tool.get("function", tool) if isinstance(tool, dict) and tool.get("type", "custom") in FUNCTIONS else None
+    sort = tool.get("type") if isinstance(tool, dict) else "none"
+    named = sort in ("function", None) or (sort == "custom" and "input_schema" in tool)
+    inner = tool.get("function", tool) if named else None
     if not (isinstance(inner, dict) and isinstance(inner.get("name"), str)):
-        raise WireError(f"tool {str(tool)[:80]} is not supported: named functions are", "tools")
+        raise unsupported("tools", tool, ": named functions are")
     given = inner | {"parameters": inner.get("input_schema", inner.get("parameters"))}
     sorts = {"name": str, "description": str, "parameters": dict, "strict": bool}
     function = {name: given[name] for name in sorts if given.get(name) is not None}
@@ -269,20 +267,28 @@ def key(message: Message) -> dict:
 # ---------------------------------------------------------------------------------------- messages to ids
 
 
+def either(tokens: Iterable[str]) -> re.Pattern:
+    """What finds any of the tokens, the longest first; nothing where there is none."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+
+
 def as_parts(said: str | list[dict]) -> list[dict]:
     """A content as a list of parts."""
     return [{"type": "text", "text": said}] if isinstance(said, str) else said
 
 
 def squeeze(text: str) -> str:
-    """Text without its white space."""
-    return "".join(text.split())
+    """Text without its white space and marks."""
+    return "".join(text.replace(BREAK, "").split())
 
 
 def kind(message: Message) -> tuple:
     """What a template may treat alike: messages of one kind differ only in what they say."""
     said = message["content"]
     return (message["role"], isinstance(said, str), bool(said), "reasoning_content" in message, "tool_calls" in message)
+
+
+MARK = "INSTAR-REPLY"
 
 
 class Template:
@@ -298,19 +304,15 @@ class Template:
 
     def __init__(self, tokenizer, eos_ids: Iterable[int], images: bool = False):
         self.tokenizer, self.eos_ids, self.images = tokenizer, frozenset(eos_ids), images
-        self.controls = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        self.controls = either(token for token in tokenizer.get_added_vocab() if token.strip() and len(token) > 1)
         self.windows = True
         """False once a window was seen to be treated unlike its whole history."""
-        mark, self.parts = "INSTAR-REPLY", False
+        self.parts = False
         """Whether the template reads text from a list of parts alone, as some templates for images do."""
-        shown = self.shows(mark)
-        if mark not in shown:
-            self.parts, shown = True, self.shows(mark)
-        if mark not in shown:
-            raise ValueError(
-                "the model's chat template does not write what an assistant says; it cannot be used for chat"
-            )
-        self.turn_end = shown.partition(mark)[2]
+        self.parts = MARK not in self.shows(MARK)
+        _, found, self.turn_end = self.shows(MARK).partition(MARK)
+        if not found:
+            raise ValueError("the model's chat template does not write what an assistant says: it is not for chat")
         """What the template puts after an assistant's text."""
 
     def shows(self, mark: str) -> str:
@@ -320,19 +322,25 @@ class Template:
             return self.render(turns, None, prompt=False)
         return ""
 
-    def guard(self, value: Any) -> Any:
+    def guard(self, value: Any, controls: re.Pattern) -> Any:
         """Break control-token text inside what a message says, so that it stays text (no control id is injected)."""
         if isinstance(value, str):
             if BREAK in value:
                 raise WireError("messages may not hold the noncharacters U+FDD0 U+FDD1", "messages")
-            for control in self.controls:
-                # One pass is not enough for a token that overlaps itself, such as ** in ***.
-                while len(control) > 1 and control in value:
-                    value = value.replace(control, control[0] + BREAK + control[1:])
+            while controls.search(value):  # one pass is not enough for a token that overlaps itself, as ** in ***
+                value = controls.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
             return value
         if isinstance(value, dict):
-            return {self.guard(name): item if name == "image" else self.guard(item) for name, item in value.items()}
-        return [self.guard(item) for item in value] if isinstance(value, list) else value
+            return {
+                self.guard(name, controls): item if name == "image" else self.guard(item, controls)
+                for name, item in value.items()
+            }
+        return [self.guard(item, controls) for item in value] if isinstance(value, list) else value
+
+    def spelled(self, text: str, ids: list[int]) -> list[str]:
+        """The control tokens that sampled text spells in letters, without having sampled them."""
+        found = set(self.controls.findall(text))
+        return sorted(control for control in found if self.tokenizer.convert_tokens_to_ids(control) not in ids)
 
     def render(self, messages: list[Message], tools: list[dict] | None, prompt: bool) -> str:
         """The template's text, with ``BREAK`` where control-token text was quoted by a user, tool or system message.
@@ -340,12 +348,18 @@ class Template:
         The template runs in the sandbox of ``apply_chat_template``. Raises ``WireError`` when it refuses the messages.
         """
         # The assistant's own words may hold control ids that it sampled (thinking marks): they pass as they are.
-        guarded = [message if message["role"] == "assistant" else self.guard(message) for message in messages]
+        guarded = [
+            self.guard(message, either(message.get("spelled", []))) if message["role"] == "assistant"
+            else self.guard(message, self.controls)
+            for message in messages
+        ]  # fmt: skip
         if self.parts:
             guarded = [message | {"content": as_parts(message["content"])} for message in guarded]
         how = {"add_generation_prompt": prompt, "tokenize": False}
         try:
-            text = self.tokenizer.apply_chat_template(guarded, tools=self.guard(tools) if tools else None, **how)
+            text = self.tokenizer.apply_chat_template(
+                guarded, tools=self.guard(tools, self.controls) if tools else None, **how
+            )
             text.encode()
         except (TemplateError, TypeError) as error:
             raise WireError(f"the chat template refuses these messages: {error}", "messages") from None
@@ -362,12 +376,15 @@ class Template:
         """
         prompt = self.render(history[:-1], tools, prompt=True)
         text = self.render([*history, *new], tools, prompt=True)
+        rest, verbatim = text[len(prompt + mark.said) :], None
         if text.startswith(prompt + mark.said):
-            rest = text[len(prompt + mark.said) :]
-            return self.turn_end if rest.startswith(self.turn_end) else "", rest
+            verbatim = self.turn_end if rest.startswith(self.turn_end) else "", rest
+        # Behind an empty reply, anything might be a part of how the template writes it.
+        if verbatim and (mark.said or not mark.end or rest.startswith(mark.end)):
+            return verbatim
         before = self.render(history, tools, prompt=False)
         if not (text.startswith(before) and before.startswith(prompt)):
-            return None
+            return verbatim
         reply = before[len(prompt) :]
         close = reply.rfind(mark.end) if mark.end and mark.end in reply else len(reply) - len(self.turn_end)
         thinking_kept = squeeze(history[-1].get("reasoning_content", "")) in squeeze(reply)
@@ -406,8 +423,9 @@ class Template:
             since = mark.doubled
             again = self.behind(history[: since.messages], since, [*history[since.messages :], *new], tools)
             whole = whole if again is not None else None
-        self.windows &= found is None or found == whole
-        return whole
+        agreed = found is None or found == whole
+        self.windows &= agreed
+        return whole if agreed else None  # turns since the last doubling may stand on what the template does not write
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text; pieces at a ``BREAK`` are tokenized apart."""
@@ -430,7 +448,9 @@ class Template:
         """
         written = closing.find(end) + len(end) if end in closing else 0
         closing, rest = closing[written:], rest[written:]
-        return self.encode(rest if written else rest.removeprefix(end)), len(self.encode(closing))
+        rest, left = rest if written else rest.removeprefix(end), self.encode(end)
+        # The tokenizer sees the end as well: some take in the white space behind a control token.
+        return self.encode(end + rest)[len(left) :], len(self.encode(end + closing)) - len(left)
 
 
 # ------------------------------------------------------------------------------------ branches and sessions
@@ -474,8 +494,8 @@ class Call:
 
     index: int
     wire: str
-    prompt_ids: list[int]
-    """As the model sees them. The engine replaces them where it expands images."""
+    sent_ids: list[int]
+    """The prompt as it goes to the engine: one id for each image."""
     max_tokens: int
     temperature: float
     top_p: float
@@ -495,17 +515,31 @@ class Call:
     """Per engine request, ``[S, L, K]`` from position 0 of prompt + tokens so far."""
     engines: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    committed: bool = False
+    expanded: list[int] | None = None
+    """The prompt with each image at its full length, once the engine has said so."""
+    branch: Branch | None = None
+    """Where it was committed."""
+    prompt_tokens: int = 0
     started: float = field(default_factory=time.time)
     seconds: float = 0.0
 
-    def __post_init__(self):
-        self.sent_ids = self.prompt_ids
-        """As they go to the engine: one id for each image."""
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt as the model sees it. A committed one is the beginning of a branch, and is kept nowhere else."""
+        return self.branch.ids[: self.prompt_tokens] if self.branch else self.expanded or self.sent_ids
+
+    @property
+    def committed(self) -> bool:
+        return self.branch is not None
+
+    def keep(self, branch: Branch) -> None:
+        """It is a turn of ``branch`` now."""
+        self.prompt_tokens, self.branch = len(self.prompt_ids), branch
+        self.sent_ids, self.expanded, self.routes = [], None, []
 
     def check(self, begun: list[int]) -> None:
         """Raise ``ValueError`` unless what the engine filled in fits together; ``begun`` is what its branch holds."""
-        if self.prompt_ids is not self.sent_ids and self.prompt_ids[: len(begun)] != begun:
+        if self.expanded and self.expanded[: len(begun)] != begun:
             raise ValueError("the engine expanded the images of a prompt otherwise than a turn before; did the policy "
                              "sample an image's placeholder?")  # fmt: skip
         counts = {"tokens": len(self.token_ids), "log-probs": len(self.logprobs), "versions": len(self.versions)}
@@ -520,7 +554,7 @@ class Call:
         """What a row keeps about the call."""
         spans = [[version, count] for version, count in sorted(Counter(self.versions).items())]
         kept = {name: vars(self)[name] for name in ("wire", "engines", "finish_reason")}
-        sizes = {"prompt_tokens": len(self.prompt_ids), "sampled": len(self.token_ids)}
+        sizes = {"prompt_tokens": self.prompt_tokens or len(self.prompt_ids), "sampled": len(self.token_ids)}
         return kept | sizes | {"version_spans": spans, "seconds": round(self.seconds, 4)}
 
 
@@ -570,7 +604,7 @@ class Branch:
         new = Branch(
             self.tools_key, cause, marks=[mark], sent=self.sent[: mark.sent], kinds=self.kinds[: mark.messages]
         )
-        new.add_context(self.ids[: mark.ids])
+        new.add(self.ids[: mark.ids])
         if self.experts is not None:
             new.experts, new.known = self.experts[: mark.ids].copy(), self.known[: mark.ids].copy()
         return new
@@ -580,21 +614,13 @@ class Branch:
         common = shared(self.keys, keys)
         return next((mark for mark in reversed(self.marks) if mark.messages <= common), None)
 
-    def add_context(self, ids: list[int]) -> None:
-        """Append ids that were not sampled."""
-        for name, filler in (("sampled", False), ("logprobs", np.nan), ("versions", -1), ("call", -1)):
-            self.arrays[name] += [filler] * len(ids)
-        self.arrays["token_ids"] += ids
-
-    def add_sampled(self, call: Call) -> None:
-        """Append what the engine sampled. Raises ``ValueError`` when its lists differ in length."""
-        call.check([])
-        count = len(call.token_ids)
-        self.arrays["token_ids"] += call.token_ids
-        self.arrays["sampled"] += [True] * count
-        self.arrays["logprobs"] += call.logprobs
-        self.arrays["versions"] += call.versions
-        self.arrays["call"] += [call.index] * count
+    def add(self, ids: list[int], call: Call | None = None) -> None:
+        """Append ids: those that ``call`` sampled, or context."""
+        count = len(ids)
+        given = [[np.nan] * count, [-1] * count, [-1] * count]
+        given = [call.logprobs, call.versions, [call.index] * count] if call else given
+        for array, values in zip(self.arrays.values(), (ids, [call is not None] * count, *given), strict=True):
+            array += values
 
     def add_routes(self, routes_SLK: np.ndarray) -> int:
         """Lay down one engine request's routes; returns the number of conflicting positions."""
@@ -652,19 +678,23 @@ class Turn:
     """A committed turn, as a wire reports it."""
 
     message: Message
+    """As the parser has it."""
+    normal: Message
+    """In normal form."""
     finish_reason: str
     """stop, length or tool_calls."""
     call: Call
+    text: str
+    """Sampled text, without the end token."""
+    end: str
+    """The text of the end token that it stopped at; empty where it was cut."""
     stop: str | None = None
     """The stop string that ended the reply."""
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.call.prompt_ids)
-
-    @property
-    def completion_tokens(self) -> int:
-        return len(self.call.token_ids)
+    def used(self) -> tuple[int, int]:
+        """Tokens of the prompt, and tokens sampled."""
+        return self.call.prompt_tokens, len(self.call.token_ids)
 
 
 @dataclass(eq=False)
@@ -676,17 +706,6 @@ class Answer:
     stream: bool
     waiting: int = 0
     delivered: bool = False
-
-    @property
-    def lasts(self) -> bool:
-        """Whether there are turns to record."""
-        return self.task.done() and not self.task.cancelled() and self.task.exception() is None
-
-    def serves(self, ask: Ask, retry: bool) -> bool:
-        """Whether the same body asks for these turns again. After an answer has arrived, the same body in the same
-        mode is a wish for another sample."""
-        again = retry or not self.delivered or ask.stream != self.stream
-        return not self.task.done() or (self.lasts and again)
 
 
 class Session:
@@ -728,14 +747,15 @@ class Session:
         calls = [self.new_call(plan, ask, choice) for choice in range(ask.n)]
         self.meters["overridden"] += len(self.overridden(ask))
         ask.work += time.perf_counter() - began
-        plans = [plan, *[replace(plan, cause="resample")] * (ask.n - 1)]
         try:
             await self.sample(plan, calls)
             began = time.perf_counter()
-            turns = [self.finish(one, call, ask) for one, call in zip(plans, calls, strict=True)]
+            turns = [self.reply(plan, call, ask) for call in calls]
+            for index, turn in enumerate(turns):
+                self.commit(replace(plan, cause="resample") if index else plan, turn)
             ask.work += time.perf_counter() - began
             return turns
-        except WireError:
+        except (WireError, ContextOverflow):
             raise
         except (ValueError, RuntimeError, OSError, TimeoutError) as error:
             self.failure = error
@@ -748,16 +768,17 @@ class Session:
         own = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "top_k": 0, "seed": None}
         return [name for name in own if self.sampling.fixed and ask.asked.get(name, own[name]) != own[name]]
 
-    def finish(self, plan: Plan, call: Call, ask: Ask) -> Turn:
-        """A call that has been sampled becomes a turn: its text is read, its ids are committed."""
+    def reply(self, plan: Plan, call: Call, ask: Ask) -> Turn:
+        """What a sampled call says."""
         text, end = self.template.decode(call.token_ids)
         said, stop = cut(text, call.stop)
         message = self.parse(said, plan.tools if ask.most_calls != 0 else [])
         if ask.most_calls and message.get("tool_calls"):
             message["tool_calls"] = message["tool_calls"][: ask.most_calls]
-        self.commit(plan, call, message, text, end)
+        normal, spelled = normalise(message), self.template.spelled(text, call.token_ids[: -1 if end else None])
+        normal |= {"spelled": spelled} if spelled else {}
         finish = "tool_calls" if message.get("tool_calls") else "stop" if stop else call.finish_reason
-        return Turn(message, finish, call, stop)
+        return Turn(message, normal, finish, call, text, end, stop)
 
     async def sample(self, plan: Plan, calls: list[Call]) -> None:
         """Let the engine fill the calls, unless the rollout ends first."""
@@ -765,6 +786,8 @@ class Session:
             raise WireError("its rollout has ended", status=404)
         began, tasks = time.perf_counter(), [asyncio.create_task(self.generate(call)) for call in calls]
         self.running.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self.running.discard)
         try:
             await asyncio.gather(*tasks)
         except asyncio.CancelledError:
@@ -775,13 +798,15 @@ class Session:
             for task, call in zip(tasks, calls, strict=True):
                 task.cancel()
                 call.seconds = time.perf_counter() - began
+        if self.closed:
+            raise WireError("its rollout has ended", status=404)
         for call in calls:  # before a branch is touched: a turn is committed whole or not at all
             call.check(plan.parent.ids[: plan.mark.ids] if plan.parent else [])
 
     async def shut(self) -> None:
         """The rollout is over: stop the calls that its agent left running, so that nothing is sampled unaccounted."""
         self.closed = True
-        if left := [task for task in self.running if not task.done()]:
+        if left := list(self.running):
             for task in left:
                 task.cancel()
             await asyncio.wait(left)
@@ -794,7 +819,7 @@ class Session:
             raise ContextOverflow(f"the prompt has {len(sent_ids)} tokens, the context holds {self.context}")
         granted = {} if rule.fixed else asked
         call = Call(len(self.calls), ask.wire, sent_ids, min(room, asked.get("max_tokens") or rule.max_tokens),
-                    granted.get("temperature", rule.temperature), granted.get("top_p", rule.top_p), self.id,
+                    granted.get("temperature", rule.temperature), max(granted.get("top_p", rule.top_p), 1e-6), self.id,
                     top_k=granted.get("top_k", 0), stop=asked.get("stop", []),
                     seed=granted["seed"] + choice if "seed" in granted else None, schema=asked.get("schema"),
                     images=images_of(plan.messages) if self.template.images else [])  # fmt: skip
@@ -809,8 +834,10 @@ class Session:
         A caller that is cancelled while others wait leaves the call running; the last one to go aborts it.
         """
         found = next((one for one in self.answers if one.body == body and repr(one.body) == repr(body)), None)
-        if found is not None and found.serves(ask, retry):
+        # After an answer has arrived, the same body in the same mode is a wish for another sample.
+        if found and (not found.task.done() or retry or not found.delivered or ask.stream != found.stream):
             self.meters["retries_joined"] += 1
+            found.stream = ask.stream  # a stream's plain fallback is served once, not for ever
         else:
             old = [one for one in self.answers if one is not found and one.task.done()]
             found = Answer(body, asyncio.create_task(self.turns(ask)), ask.stream)
@@ -818,13 +845,15 @@ class Session:
         found.waiting += 1
         try:
             await asyncio.shield(found.task)
+        except BaseException:  # who asks again must not get a call that failed or is dying
+            if found.task.done() or found.waiting == 1:
+                self.answers = [one for one in self.answers if one is not found]
+            raise
         finally:
             found.waiting -= 1
             if not found.waiting and not found.task.done():
                 self.meters["disconnects"] += 1
                 found.task.cancel()
-            if not found.waiting and not found.lasts:  # who asks again must not get a call that failed or is dying
-                self.answers.remove(found)
         return found
 
     # -- match, continue, fork
@@ -879,9 +908,9 @@ class Session:
         context = self.template.encode(self.template.render(messages, tools, prompt=True))
         return Plan(None, None, context, 0, messages, keys, tools, tools_key, cause, ask.messages)
 
-    def commit(self, plan: Plan, call: Call, reply: Message, said: str, end: str) -> None:
+    def commit(self, plan: Plan, turn: Turn) -> None:
         """Append the turn. No await between looking at the branch and extending it, so turns cannot interleave."""
-        branch, cause, start = plan.parent, plan.cause, plan.mark.ids if plan.mark else 0
+        branch, cause, start, call = plan.parent, plan.cause, plan.mark.ids if plan.mark else 0, turn.call
         if branch is None:
             cause = "new" if cause == "first" and self.branches else cause
             branch = Branch(plan.tools_key, cause)
@@ -891,23 +920,22 @@ class Session:
             cause = "resample" if cause == "continue" else cause
             branch = branch.fork(plan.mark, cause)
             self.branches.append(branch)
-        branch.add_context(call.prompt_ids[start:])
-        branch.add_sampled(call)
+        branch.add(call.prompt_ids[start:])
+        branch.add(call.token_ids, call)
         for routes in call.routes:
             self.meters["route_conflicts"] += branch.add_routes(routes)
-        reply = normalise(reply)
         branch.sent += [*plan.context, *call.token_ids]
         self.read_before.appendleft((plan.asked, plan.messages, plan.keys))
         before = plan.mark.messages if plan.mark else 0
         del branch.kinds[before:]
-        branch.messages, branch.keys = [*plan.messages, reply], [*plan.keys, key(reply)]
+        branch.messages, branch.keys = [*plan.messages, turn.normal], [*plan.keys, key(turn.normal)]
         branch.kinds += map(kind, branch.messages[before:])
         count, bits = len(branch.messages), before.bit_length()
         doubled = next((mark for mark in branch.marks if mark.messages.bit_length() == bits), None)
         doubled = doubled if count.bit_length() > bits and count > self.template.WHOLE else None
-        branch.marks.append(Mark(count, len(branch.ids), len(branch.sent), said, end, doubled))
+        branch.marks.append(Mark(count, len(branch.ids), len(branch.sent), turn.text, turn.end, doubled))
         self.replies.append(branch.keys[-1])
-        call.committed = True
+        call.keep(branch)
         self.meters["closing_tokens"] += plan.closing
         self.meters[f"turns_{cause}"] += 1
 
@@ -932,11 +960,10 @@ class Session:
 
     def trace(self) -> dict:
         """The session's branches with their tokens, who sampled what, and why each branch exists."""
-        branches = [
-            {"cause": one.cause, "messages": one.messages, "spans": list(one.spans(self.template.tokenizer))}
-            for one in self.branches
-        ]
+        spans = [one.spans(self.template.tokenizer) for one in self.branches]
+        told = [{"cause": one.cause, "messages": one.messages} for one in self.branches]
         calls = [call.summary() | {"committed": call.committed} for call in self.calls]
+        branches = [one | {"spans": list(run)} for one, run in zip(told, spans, strict=True)]
         return {"branches": branches, "calls": calls, "meters": dict(self.meters)}
 
 
@@ -1012,10 +1039,9 @@ def schema_of(form: Any, name: str, session: Session) -> dict:
         return {}
     inner = {"schema": {"type": "object"}} if sort == "json_object" else form
     inner = form.get("json_schema", form) if sort == "json_schema" else inner
-    if sort not in ("json_object", "json_schema") or not (
-        isinstance(inner, dict) and isinstance(inner.get("schema"), dict)
-    ):
-        raise WireError(f"{name} {str(form)[:60]} is not supported: text, json_object and json_schema are", name)
+    known = sort in ("json_object", "json_schema") and isinstance(inner, dict)
+    if not (known and isinstance(inner.get("schema"), dict)):
+        raise unsupported(name, form, ": text, json_object and json_schema are")
     if session.sampling.fixed:
         raise WireError(f"{name}: a JSON schema cannot be enforced in a training rollout, where it would change the "
                         "distribution that the log-probs are of", name)  # fmt: skip
@@ -1027,9 +1053,7 @@ def most_calls(body: dict) -> int | None:
     choice = body.get("tool_choice") or "auto"
     choice = choice if isinstance(choice, dict) else {"type": choice}
     if choice.get("type") not in ("auto", "none"):
-        raise WireError(
-            f"tool_choice={str(body['tool_choice'])[:60]} is not supported: auto and none are", "tool_choice"
-        )
+        raise unsupported("tool_choice", body["tool_choice"], ": auto and none are")
     single = body.get("parallel_tool_calls") is False or choice.get("disable_parallel_tool_use")
     return 0 if choice["type"] == "none" else 1 if single else None
 
@@ -1109,7 +1133,7 @@ class Chat(Wire):
             scores = {"content": list(map(token_logprob, texts, turn.call.logprobs))} if ask.extra["logprobs"] else None
             choice = {"index": index, "message": message, "finish_reason": turn.finish_reason, "logprobs": scores}
             choices.append(choice)
-        prompt, sampled = turns[0].prompt_tokens, sum(turn.completion_tokens for turn in turns)
+        prompt, sampled = turns[0].used[0], sum(turn.used[1] for turn in turns)
         usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
         reply = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": int(time.time()),
                  "model": model, "choices": choices, "usage": usage}  # fmt: skip
@@ -1179,22 +1203,20 @@ class Responses(Wire):
         system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
         echo = {name: body[name] for name in ("instructions", "previous_response_id") if name in body}
         schema = schema_of(form.get("format"), "text.format", session)
-        echo |= {
-            "tools": [{"type": "function", **normalise_tool(tool)["function"]} for tool in body.get("tools") or []]
-        }
+        echo["tools"] = [{"type": "function", **normalise_tool(tool)["function"]} for tool in body.get("tools") or []]
         return self.asks(body, [*system, *said], schema, said=said, echo=echo, store=body.get("store") is not False)
 
     def reply(self, session: Session, ask: Ask, turns: list[Turn], model: str) -> dict:
         from openai.types.responses import Response
 
         [turn] = turns
+        thought = len(session.template.encode(turn.message.get("reasoning_content") or ""))
         ident, cut_short = f"resp_{secrets.token_hex(12)}", turn.finish_reason == "length"
         if ask.extra["store"]:
             session.responses[ident] = [*ask.extra["said"], turn.message]
-        usage = {"input_tokens": turn.prompt_tokens, "output_tokens": turn.completion_tokens,
-                 "total_tokens": turn.prompt_tokens + turn.completion_tokens,
+        usage = {"input_tokens": turn.used[0], "output_tokens": turn.used[1], "total_tokens": sum(turn.used),
                  "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                 "output_tokens_details": {"reasoning_tokens": 0}}  # fmt: skip
+                 "output_tokens_details": {"reasoning_tokens": thought}}  # fmt: skip
         status = "incomplete" if cut_short else "completed"
         reply = {"id": ident, "object": "response", "created_at": time.time(), "model": model, "status": status,
                  "error": None, "incomplete_details": {"reason": "max_output_tokens"} if cut_short else None,
@@ -1221,12 +1243,9 @@ def add_item(said: list[Message], item: Any) -> None:
         part = {"role": "assistant", "reasoning_content": content(item.get("content") or item.get("summary"))}
     elif sort == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        part = {
-            "role": "assistant",
-            "tool_calls": [{"id": item.get("call_id"), "type": "function", "function": function}],
-        }
+        part = {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": function}]}
     else:
-        raise WireError(f"input item {str(item)[:60]} is not supported", "input")
+        raise unsupported("input", item)
     last = said[-1] if said else {}
     joins = "tool_calls" in part or not (last.get("content") or last.get("tool_calls"))
     if part["role"] == last.get("role") == "assistant" and joins:
@@ -1309,7 +1328,7 @@ class Messages(Wire):
                  "content": list(blocks(turn.message, ask.extra["thinking"])),
                  "stop_reason": "stop_sequence" if turn.stop and reason == "end_turn" else reason,
                  "stop_sequence": turn.stop if reason == "end_turn" else None,
-                 "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": turn.completion_tokens,
+                 "usage": {"input_tokens": turn.used[0], "output_tokens": turn.used[1],
                            "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}}  # fmt: skip
         return dumped(AnthropicMessage, reply)
 
@@ -1384,15 +1403,13 @@ def block_deltas(block: dict) -> tuple[dict, list[dict]]:
 
 def fault_of(error: Exception) -> WireError:
     """Each fault once, at the wire's boundary: the status tells the client whether to retry."""
-    if isinstance(error, WireError):
-        return error
     if isinstance(error, ContextOverflow):
         return WireError(f"prompt is too long: {error}", "messages", code="context_length_exceeded")
     if isinstance(error, RecursionError):
         return WireError("the body is nested too deep")
     if isinstance(error, web.HTTPException):
         return WireError(error.text or error.reason, status=error.status)
-    return WireError(f"engine: {error}", status=503)
+    return error if isinstance(error, WireError) else WireError(f"engine: {error}", status=503)
 
 
 FAULTS = (WireError, ContextOverflow, RecursionError, web.HTTPException, RuntimeError, OSError, TimeoutError)
@@ -1471,7 +1488,10 @@ class Loopback:
         ask.work = time.perf_counter() - began
         overridden = session.overridden(ask)
         headers = {"x-instar-overridden": ",".join(overridden)} if overridden else {}
-        answering = asyncio.create_task(session.answer(ask, asked_in(wire, body), is_retry(request)))
+        # Two bodies are the same request whether or not the reply is streamed. The SDKs say when they ask again.
+        asked = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        answering = asyncio.create_task(session.answer(ask, {"wire": wire.name, **dict(sorted(asked.items()))}, retry))
         try:
             while ask.stream and not (await asyncio.wait({answering}, timeout=KEEP_ALIVE_S))[0]:
                 stream = stream or await open_stream(request, headers)
@@ -1518,25 +1538,11 @@ class Loopback:
         return web.json_response(self.session(request).trace())
 
     def meters(self) -> dict[str, float]:
-        """``loopback/*``: the server's own milliseconds per call since the last time, mean and 99th percentile."""
-        costs, self.costs = np.array(self.costs), deque(maxlen=self.costs.maxlen)
-        if not len(costs):
-            return {}
-        return {
-            "loopback/own_ms_mean": float(costs.mean() * 1e3),
-            "loopback/own_ms_p99": float(np.quantile(costs, 0.99) * 1e3),
-        }
-
-
-def asked_in(wire: Wire, body: dict) -> dict:
-    """What makes two bodies the same request: all but whether the reply is streamed."""
-    same = sorted(name for name in body if name not in ("stream", "stream_options"))
-    return {"wire": wire.name} | {name: body[name] for name in same}
-
-
-def is_retry(request: web.Request) -> bool:
-    """Whether the SDK says that it asks again."""
-    return request.headers.get("x-stainless-retry-count", "0") != "0"
+        """``loopback/*``: the server's own milliseconds per call since the last time, mean and 99th percentile, and
+        whether the template is still asked about windows."""
+        costs, self.costs = np.array(self.costs or [np.nan]) * 1e3, deque(maxlen=self.costs.maxlen)
+        told = {"loopback/own_ms_mean": float(costs.mean()), "loopback/own_ms_p99": float(np.quantile(costs, 0.99))}
+        return {"loopback/windows": float(self.template.windows)} | ({} if np.isnan(costs[0]) else told)
 
 
 async def open_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:

@@ -71,12 +71,13 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -375,7 +376,34 @@ class Router:
     async def consume(self, index: int, request_id: str, call: Call) -> str:
         """Run one request to its end and append its output to the call."""
         version, remaining = self.version, call.max_tokens - len(call.token_ids)
-        params = SamplingParams(
+        prompt = TokensPrompt(prompt_token_ids=[*call.sent_ids, *call.token_ids])
+        if call.images:
+            prompt["multi_modal_data"] = {"image": [picture(uri) for uri in call.images]}
+        self.reprefilled += len(prompt["prompt_token_ids"]) if call.engines else 0
+        try:
+            params = self.params(call, remaining)
+            async for output in self.engines[index].generate(prompt, params, request_id):
+                final = output.outputs[0]
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineFailure(f"engine {index}: {type(error).__name__}: {error.__cause__ or error}") from None
+        except VLLMClientError as error:
+            if call.images and "longer than the maximum" in str(
+                error
+            ):  # images count once the engine has expanded them
+                raise agents.ContextOverflow(str(error)) from None
+            raise WireError(f"the engine refuses this request: {error}") from None
+        except ValueError as error:
+            if call.images:  # an image processor's complaint, of an extreme shape for one
+                raise WireError(f"the engine cannot take these images: {error}", "messages") from None
+            raise
+        if call.images and not call.token_ids:
+            call.expanded = list(output.prompt_token_ids)
+        self.append(call, index, version, final)
+        return final.finish_reason
+
+    def params(self, call: Call, remaining: int) -> SamplingParams:
+        """How the engine samples for a call."""
+        return SamplingParams(
             temperature=call.temperature,
             top_p=call.top_p,
             top_k=call.top_k,
@@ -388,21 +416,6 @@ class Router:
             structured_outputs=StructuredOutputsParams(json=call.schema) if call.schema else None,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = TokensPrompt(prompt_token_ids=[*call.sent_ids, *call.token_ids])
-        if call.images:
-            prompt["multi_modal_data"] = {"image": [picture(uri) for uri in call.images]}
-        self.reprefilled += len(prompt["prompt_token_ids"]) if call.engines else 0
-        try:
-            async for output in self.engines[index].generate(prompt, params, request_id):
-                final = output.outputs[0]
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineFailure(f"engine {index}: {type(error).__name__}: {error.__cause__ or error}") from None
-        except VLLMValidationError as error:  # a schema that no grammar can be made of
-            raise WireError(f"the engine refuses this request: {error}") from None
-        if call.images and not call.token_ids:
-            call.prompt_ids = list(output.prompt_token_ids)  # with each image at its full length
-        self.append(call, index, version, final)
-        return final.finish_reason
 
     def append(self, call: Call, index: int, version: int, final) -> None:
         """Take over one request's tokens, log-probs and routes. An invariant that does not hold ends the node."""
@@ -459,7 +472,7 @@ class Parser:
     """
 
     def __init__(self, tokenizer, tool_parser: str, reasoning_parser: str):
-        self.tokenizer = tokenizer
+        self.tokenizer = get_cached_tokenizer(tokenizer)  # parsers ask for the whole vocabulary every time
         try:
             self.tool_parser = ToolParserManager.get_tool_parser(tool_parser) if tool_parser else None
             self.reasoning_parser = (
@@ -469,6 +482,13 @@ class Parser:
             raise ValueError(f"vLLM has no parser of that name: {error}; see vllm serve --help for the names") from None
 
     def __call__(self, text: str, tools: list[dict] | None) -> agents.Message:
+        try:
+            return self.parsed(text, tools)
+        except Exception as error:  # parsers are many, and raise what they like on text that no model should write
+            raise RuntimeError(f"a parser of vLLM failed: {type(error).__name__}: {error}") from error
+
+    def parsed(self, text: str, tools: list[dict] | None) -> agents.Message:
+        """The message that the parsers find in ``text``."""
         request = ChatCompletionRequest(model="policy", messages=[], tools=tools or None)
         message: agents.Message = {"role": "assistant", "content": text}
         if self.reasoning_parser is not None:
@@ -1109,8 +1129,9 @@ class Node:
 def probe_row(call: Call) -> Row:
     """A probe's call as a row, with the arrays a rollout's row has."""
     branch = Branch("")
-    branch.add_context(call.prompt_ids)
-    branch.add_sampled(call)
+    call.check([])
+    branch.add(call.prompt_ids)
+    branch.add(call.token_ids, call)
     for routes in call.routes:
         branch.add_routes(routes)
     return Row("probe", "probe", -1, "probe", **branch.row_arrays(), temperature=call.temperature)

@@ -3,7 +3,8 @@
 The program is started once per rollout. It finds the model's address in its environment, under the names that the
 OpenAI and Anthropic SDKs read by themselves, and the task as JSON on its standard input. It reports by its last line
 of output that is a JSON object with a ``reward`` (``truncated`` and any further numbers may stand beside it), or, if it
-prints none, by its exit status: 0 is a reward of 1, 1 a reward of 0. Anything else is a crash, not a bad result.
+prints none, by its exit status: 0 is a reward of 1, 1 a reward of 0. Anything else is a crash, not a bad result; so is
+a Python traceback, whose status is 1 as well.
 
 To run another program, name it in ``command`` and its tasks in ``tasks``.
 """
@@ -86,7 +87,7 @@ def result(out: str, err: str, status: int) -> Result:
             if isinstance(said, dict) and isinstance(said.get("reward"), int | float):
                 info = {name: value for name, value in said.items() if isinstance(value, int | float)}
                 return Result(reward=info.pop("reward"), truncated=bool(info.pop("truncated", False)), info=info)
-    if status not in (0, 1):
+    if status not in (0, 1) or (status == 1 and "Traceback (most recent call last)" in err):
         last = (err.strip().splitlines() or ["nothing on standard error"])[-1]
         raise RuntimeError(f"the program ended with status {status}: {last}")
     return Result(reward=1.0 - status)

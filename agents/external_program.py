@@ -22,7 +22,7 @@ def call_tool(name: str, arguments: str) -> str:
     try:
         given = json.loads(arguments)
         return str(int(given["a"]) + int(given["b"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "error"
 
 

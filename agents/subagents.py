@@ -3,6 +3,9 @@
 All three speak to the one address of the rollout. Each is a conversation of its own, so each becomes a row of its own,
 however their calls interleave, and the rollout's one reward trains all three. The work is four numbers: each sub-agent
 adds two of them, the parent adds what they report. Reward is the share of the three sums that are right.
+
+Sub-agents that are asked exactly the same at the same time (to vote, say) are taken for one that asks again, and get
+one answer: ask once with ``n=``, or give each a ``user=`` of its own.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ almost evenly, so a wrong position, cache or expert would hardly show in its log
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +26,12 @@ os.environ.setdefault("INSTAR_SECRET", "the tests' own secret")
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nothing listens on, below those that the system hands to clients, so that none takes it first."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def sharpen(model: torch.nn.Module) -> None:

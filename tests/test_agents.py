@@ -416,6 +416,11 @@ def test_endless_output_ends_the_program(then, tmp_path):
     assert time.monotonic() - began < 10 and gone(tmp_path)
 
 
+def test_a_traceback_is_a_crash_and_not_a_bad_result():
+    with pytest.raises(RuntimeError, match="ended with status 1: ZeroDivisionError"):
+        external(sys.executable, "-c", "1 / 0")
+
+
 def test_a_program_that_does_not_exist_is_a_crash():
     cls = type("Missing", (External,), {"command": ("/no/such/program",)})
     with pytest.raises(FileNotFoundError):

@@ -29,7 +29,20 @@ import operator
 
 import loopback
 from agents import ContextOverflow
-from loopback import BREAK, Branch, Call, Loopback, Row, Sampling, Session, Template, WireError, pack_rows, unpack_rows
+from loopback import (
+    BREAK,
+    Ask,
+    Branch,
+    Call,
+    Loopback,
+    Row,
+    Sampling,
+    Session,
+    Template,
+    WireError,
+    pack_rows,
+    unpack_rows,
+)
 
 # ------------------------------------------------------------------------------------ the toy model's surroundings
 
@@ -363,7 +376,7 @@ def test_t7_a_length_stop_is_closed_by_ids_that_are_not_trained():
 def test_t8_each_declared_end_id_finishes_a_reply(end):
     s = session(engine := Engine(ids(f"a {end}"), ids("b <eot>")))
     first, _ = play(s, [user("a")], [user("b")])
-    assert (first.finish_reason, first.message["content"], first.completion_tokens) == ("stop", "a", 2)
+    assert (first.finish_reason, first.message["content"], first.used[1]) == ("stop", "a", 2)
     assert engine.prompts[1][: len(engine.prompts[0]) + 2] == engine.prompts[0] + ids(f"a {end}")
     [row] = exact(s)
     assert trained(row) == ids(f"a {end} b <eot>")
@@ -421,16 +434,16 @@ def test_t10_the_marks_that_break_controls_are_refused_in_messages():
 def test_t11_usage_counts_the_sampled_ids_and_is_capped():
     s = session(engine := Engine(ids("a b a b a b"), ids("a <eot>"), ids("b a b a b")), max_tokens=4)
     turns = play(s, [user("a")], [user("b")], [user("a")])
-    assert [turn.completion_tokens for turn in turns] == [4, 2, 4]
-    assert [turn.prompt_tokens for turn in turns] == [len(prompt) for prompt in engine.prompts]
+    assert [turn.used[1] for turn in turns] == [4, 2, 4]
+    assert [turn.used[0] for turn in turns] == [len(prompt) for prompt in engine.prompts]
     assert [turn.finish_reason for turn in turns] == ["length", "stop", "length"]
-    assert sum(turn.completion_tokens for turn in turns) == len(trained(exact(s)[0])) == 10
+    assert sum(turn.used[1] for turn in turns) == len(trained(exact(s)[0])) == 10
 
 
 def test_t11_what_is_left_of_the_context_caps_a_call():
     s = session(Engine(ids("a b a b a b")), context=8)
     [turn] = play(s, [user("a")])
-    assert (turn.prompt_tokens, turn.completion_tokens) == (5, 3)
+    assert turn.used == (5, 3)
 
 
 def test_t12_a_diverging_history_is_a_new_row_and_the_run_goes_on():
@@ -489,7 +502,7 @@ def test_t14_a_prompt_that_leaves_one_token_is_served_and_one_that_leaves_none_i
     for content, fits in (("b" * 5, True), ("b" * 6, False)):
         s = session(Engine(ids("a")), context=10)
         if fits:
-            assert play(s, [user(content)])[0].completion_tokens == 1
+            assert play(s, [user(content)])[0].used[1] == 1
         else:
             with pytest.raises(ContextOverflow):
                 play(s, [user(content)])
@@ -826,7 +839,7 @@ def test_g11_lists_of_different_length_are_an_error(name):
     vars(call)[name].pop()
     branch = Branch("[]")
     with pytest.raises(ValueError, match="engine returned"):
-        branch.add_sampled(call)
+        call.check([])
     assert not any(branch.arrays.values())
 
 
@@ -930,7 +943,7 @@ def test_a_pause_that_prefills_again_conflicts_only_where_it_differs():
 
 def test_the_same_experts_in_another_order_are_no_conflict():
     branch = Branch("[]")
-    branch.add_context([1, 2, 3])
+    branch.add([1, 2, 3])
     assert branch.add_routes(routes(3)) == 0
     assert branch.add_routes(routes(3)[..., ::-1]) == 0
     assert branch.add_routes(routes(3, 1)) == 3
@@ -1403,3 +1416,87 @@ def test_a_trace_shows_who_sampled_what_and_why_each_branch_is_there():
     assert trace["branches"][0]["spans"][1]["versions"] == [3]
     assert [call["sampled"] for call in trace["calls"]] == [6, 2, 2, 3]
     assert trace["meters"]["turns_template"] == 1
+
+
+# --------------------------------------------------------------------------------------- what a review found
+
+
+def test_what_a_template_writes_inside_an_empty_reply_is_not_taken_for_what_follows_it():
+    """An empty reply is a beginning of anything: the thinking mark inside its turn is not written behind its end."""
+    inside = KEEP.replace("{{ m.content }}", "{{ '<think></think>' if not m.reasoning_content }}{{ m.content }}")
+    s = session(engine := Engine(ids("<eot>"), ids("a <eot>")), template(inside))
+    play(s, [user("b")], [user("b")])
+    assert engine.prompts[1].count(EOT) == 3, "two users' and the reply's"
+    exact(s)
+
+
+def test_white_space_that_a_control_token_takes_in_is_not_written_behind_it():
+    """Some tokenizers strip what follows a control token; the ids are those of a fresh render all the same."""
+    vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(token, special=True, normalized=False, rstrip=True) for token in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", chat_template=KEEP)
+    end = tokenizer.convert_tokens_to_ids("<eot>")
+    said = [*tokenizer.encode("aa", add_special_tokens=False), end]
+    s = session(engine := Engine(said, said, ends=(end,)), Template(tokenizer, (end,)))
+    first, _ = play(s, [user("b")], [user("b")])
+    fresh = tokenizer.apply_chat_template(
+        [user("b"), first.message, user("b")], add_generation_prompt=True, tokenize=False
+    )
+    assert engine.prompts[1] == tokenizer.encode(fresh, add_special_tokens=False)
+
+
+def test_a_control_token_that_the_model_spelled_in_letters_stays_letters_when_its_row_forks():
+    """T10 for the model's own words: thinking that it sampled as a control passes, an end that it spelled does not."""
+    letters = [toy(KEEP).convert_tokens_to_ids(letter) for letter in "<eot>"]
+    s = session(engine := Engine([*ids("<think> a </think>"), *letters, EOT], ids("b <eot>")), template(DROP))
+    play(s, [user("a")], [user("b")])
+    assert len(exact(s)) == 2 and controls_in(engine.prompts[1]) == controls_in(engine.prompts[0]) * 2 + 1
+    assert "<eot>" in toy(KEEP).decode([token for token in engine.prompts[1] if token not in CONTROLS])
+
+
+def test_one_choice_that_cannot_be_read_leaves_no_choice_behind():
+    def fails_on_b(text, tools):
+        if text == "b":
+            raise ValueError("unreadable")
+        return parse(text, tools)
+
+    s = session(Engine(ids("a <eot>"), ids("b <eot>"), ids("a <eot>")), parse=fails_on_b)
+    with pytest.raises(RuntimeError, match="unreadable"):
+        run(s.turns(Ask([user("a")], [], "test", n=3)))
+    assert not s.branches and s.uncommitted == s.sampled == 6 and isinstance(s.failure, ValueError)
+
+
+@pytest.mark.parametrize("ticks", range(8))
+def test_a_body_that_comes_again_while_its_call_fails_is_answered_or_fails_alike(ticks):
+    gate, asked = asyncio.Event(), []
+
+    async def generate(call):
+        asked.append(call)
+        if len(asked) == 1:
+            await gate.wait()
+            raise RuntimeError("engine")
+        Engine().say(call, ids("a <eot>"))
+
+    async def scenario(s):
+        body = {"messages": "the same"}
+        first = asyncio.create_task(s.answer(Ask([user("a")], [], "test"), body, False))
+        await asyncio.sleep(0.01)
+        gate.set()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        second = asyncio.create_task(s.answer(Ask([user("a")], [], "test"), body, True))
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    for outcome in run(scenario(session(generate))):
+        assert isinstance(outcome, loopback.Answer) or str(outcome) == "engine"
+
+
+def test_what_calls_keep_does_not_grow_with_the_history():
+    """A committed call's prompt is the beginning of its branch, and its routes are laid down: neither is kept twice."""
+    s, _ = digits(*[([4, 5], 0)] * 12, turns=12)
+    assert all(not call.sent_ids and not call.routes for call in s.calls)
+    assert [len(call.prompt_ids) for call in s.calls] == [call.summary()["prompt_tokens"] for call in s.calls]
+    assert not s.running

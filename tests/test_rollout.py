@@ -368,7 +368,7 @@ class FakeEngine:
 
 
 def a_call(**changes) -> Call:
-    values = {"index": 0, "wire": "t", "prompt_ids": [0], "max_tokens": 6, "temperature": 1.0, "top_p": 1.0,
+    values = {"index": 0, "wire": "t", "sent_ids": [0], "max_tokens": 6, "temperature": 1.0, "top_p": 1.0,
               "affinity": "s"} | changes  # fmt: skip
     return Call(**values)
 
@@ -470,3 +470,21 @@ def test_sessions_stay_with_their_engine_and_new_ones_go_to_the_idle_one():
 
     first, second, third, fourth = asyncio.run(scenario())
     assert first == third != second == fourth
+
+
+def test_whatever_a_parser_raises_is_the_engines_fault_and_not_the_servers():
+    """A parser of vLLM may raise anything on odd text; its rollout is then dropped as engine_error."""
+    parser = rollout.Parser(toy.tokenizer(), "hermes", "")
+
+    class Broken:
+        def __init__(self, *_):
+            pass
+
+        def extract_tool_calls(self, text, request):
+            return [][1]
+
+    parser.tool_parser = Broken
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert parser("fine", None)["content"] == "fine"
+    with pytest.raises(RuntimeError, match="a parser of vLLM failed: IndexError"):
+        parser("odd", tools)

@@ -505,6 +505,13 @@ def test_a_window_does_where_the_template_treats_it_like_the_whole(shape, name):
     assert out.windows and out.short > out.turns / 2
 
 
+def test_ids_that_a_window_got_wrong_are_not_gone_on_from():
+    """A template that numbers its messages is found out at a doubling: the row ends there, and the next is right."""
+    numbers = KEEP.replace("'<' + m.role + '>'", "'<' + m.role + '>' + (loop.index | string) + ':'")
+    out = play(numbers, chat(70))
+    assert out.wrong and max(out.wrong) < 32 and out.turns == 70 and not out.windows
+
+
 @pytest.mark.parametrize("text, wrong", [(REWRITES, range(41, 65, 2)), (SLIDES, range(25, 33, 2))])
 @pytest.mark.parametrize("shape", ["chat", "tool loop"])
 def test_a_template_that_treats_a_window_otherwise_is_found_out_when_the_history_has_doubled(shape, text, wrong):

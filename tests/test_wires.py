@@ -1380,9 +1380,11 @@ def test_w12_a_plain_request_after_a_stream_of_the_same_body_is_the_same_turn(ap
     async def scenario(w):
         assert (await say(w, api, [HI], "stream")).text == "first"
         assert (await say(w, api, [HI], "plain")).text == "first"
+        assert len(engine.calls) == 1
+        assert (await say(w, api, [HI], "plain")).text == "second", "the fallback has been served: a wish for another"
 
     s = wires(engine, scenario)
-    assert len(engine.calls) == 1 and len(exact(s)) == 1
+    assert len(engine.calls) == 2 and len(exact(s)) == 2
 
 
 @pytest.mark.parametrize("mode", ["plain", "stream"])
@@ -2016,3 +2018,28 @@ def test_images_that_cannot_be_shown_are_400(api, name):
         assert status == 400 and "image" in shaped(api, json.loads(data))["message"], data
 
     wires(Engine(), scenario, chat=Template(toy(SEES), template().eos_ids, images=True))
+
+
+@pytest.mark.parametrize("api", ["chat", "messages"])
+def test_w7_a_top_p_of_nothing_is_the_likeliest_token(api):
+    """The APIs allow 0, which engines refuse; the smallest nucleus there is asks for the same."""
+    engine = Engine(spelled("a"))
+
+    async def scenario(w):
+        status, _, data = await raw(w, api, spell(api, [HI], top_p=0))
+        assert status == 200, data
+
+    wires(engine, scenario, fixed=False)
+    assert 0 < engine.calls[0].top_p < 1e-3
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_w7_a_tool_with_a_grammar_is_refused(api):
+    """OpenAI's custom tools take free text under a grammar; only Anthropic calls its functions custom."""
+    tool = {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}
+
+    async def scenario(w):
+        status, _, data = await raw(w, api, spell(api, [HI]) | {"tools": [tool]})
+        assert status == 400 and b"tools" in data
+
+    wires(Engine(), scenario)
