@@ -86,7 +86,7 @@ fi
 MODEL_SECONDS=$SECONDS
 
 # ---- start
-PORT=${PORT:-$([ "$NODES" -eq 1 ] && [ -z "${DRY_RUN:-}" ] && "$PY" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])' || echo 8700)}
+PORT=${PORT:-$([ "$NODES" -eq 1 ] && [ -z "${DRY_RUN:-}" ] && "$PY" -c 'import random, socket; free = lambda p: socket.socket().connect_ex(("127.0.0.1", p)); print(next(p for p in iter(lambda: random.randrange(20000, 32000), None) if free(p)))' || echo 8700)}
 LISTEN=$([ "$NODES" -eq 1 ] && echo 127.0.0.1 || echo 0.0.0.0)
 for role in $ROLES; do
   if [ "$role" = rollout ]; then
