@@ -42,16 +42,17 @@ class External(ChatAgent):
         with tempfile.TemporaryFile() as given:  # not a pipe: a program need not read its task
             given.write(json.dumps(task.data).encode())
             given.seek(0)
-            program = await asyncio.create_subprocess_exec(
-                *self.command, env=env, stdin=given, stdout=PIPE, stderr=PIPE, start_new_session=True
-            )
-        try:
-            async with asyncio.timeout(self.time_limit_s):
-                reading = (self.read(stream, program) for stream in (program.stdout, program.stderr))
-                out, err, _ = await asyncio.gather(*reading, exited(program))
-        finally:  # also when the rollout is cancelled
-            kill(program)
-            await exited(program)
+            how = {"env": env, "stdin": given, "stdout": PIPE, "stderr": PIPE, "start_new_session": True}
+            starting = asyncio.create_task(asyncio.create_subprocess_exec(*self.command, **how))
+            try:
+                program = await asyncio.shield(starting)
+                async with asyncio.timeout(self.time_limit_s):
+                    reading = (self.read(stream, program) for stream in (program.stdout, program.stderr))
+                    out, err, _ = await asyncio.gather(*reading, exited(program))
+            finally:  # also when the rollout is cancelled, be it while the program starts
+                program = await starting
+                kill(program)
+                await exited(program)
         return result(out, err, program.returncode)
 
     async def read(self, stream: asyncio.StreamReader, program: Process) -> str:
