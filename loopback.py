@@ -288,9 +288,6 @@ def kind(message: Message) -> tuple:
     return (message["role"], isinstance(said, str), bool(said), "reasoning_content" in message, "tool_calls" in message)
 
 
-MARK = "INSTAR-REPLY"
-
-
 class Template:
     """A model's chat template and tokenizer, and what token identity needs to know about them.
 
@@ -309,18 +306,19 @@ class Template:
         """False once a window was seen to be treated unlike its whole history."""
         self.parts = False
         """Whether the template reads text from a list of parts alone, as some templates for images do."""
-        self.parts = MARK not in self.shows(MARK)
-        _, found, self.turn_end = self.shows(MARK).partition(MARK)
+        self.parts = not self.closes()[0]
+        found, self.turn_end = self.closes()
+        """What the template puts after an assistant's text."""
         if not found:
             raise ValueError("the model's chat template does not write what an assistant says: it is not for chat")
-        """What the template puts after an assistant's text."""
 
-    def shows(self, mark: str) -> str:
-        """What the template writes of a reply ``mark``; nothing when it refuses its shape."""
-        with suppress(WireError):
+    def closes(self) -> tuple[bool, str]:
+        """Whether the template writes what an assistant says, and what it writes behind it."""
+        mark, shown = "INSTAR-REPLY", ""
+        with suppress(WireError):  # refuses text that is no list of parts, or a list
             turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
-            return self.render(turns, None, prompt=False)
-        return ""
+            shown = self.render(turns, None, prompt=False)
+        return mark in shown, shown.partition(mark)[2]
 
     def guard(self, value: Any, controls: re.Pattern) -> Any:
         """Break control-token text inside what a message says, so that it stays text (no control id is injected)."""
@@ -337,6 +335,13 @@ class Template:
             }
         return [self.guard(item, controls) for item in value] if isinstance(value, list) else value
 
+    def guarded(self, message: Message) -> Message:
+        """A message with its controls broken. The assistant's own words may hold control ids that it sampled (thinking
+        marks): they pass as they are, but for those that it spelled in letters."""
+        if message["role"] != "assistant":
+            return self.guard(message, self.controls)
+        return self.guard(message, either(message["spelled"])) if "spelled" in message else message
+
     def spelled(self, text: str, ids: list[int]) -> list[str]:
         """The control tokens that sampled text spells in letters, without having sampled them."""
         found = set(self.controls.findall(text))
@@ -347,12 +352,7 @@ class Template:
 
         The template runs in the sandbox of ``apply_chat_template``. Raises ``WireError`` when it refuses the messages.
         """
-        # The assistant's own words may hold control ids that it sampled (thinking marks): they pass as they are.
-        guarded = [
-            self.guard(message, either(message.get("spelled", []))) if message["role"] == "assistant"
-            else self.guard(message, self.controls)
-            for message in messages
-        ]  # fmt: skip
+        guarded = [self.guarded(message) for message in messages]
         if self.parts:
             guarded = [message | {"content": as_parts(message["content"])} for message in guarded]
         how = {"add_generation_prompt": prompt, "tokenize": False}
@@ -367,15 +367,14 @@ class Template:
             raise WireError("messages may not hold half a surrogate pair", "messages") from None
         return text
 
-    def behind(self, history: list[Message], mark: Mark, new: list[Message], tools) -> tuple[str, str] | None:
-        """What the template writes behind the last reply of ``history``, once ``new`` follows: the close of that
-        reply's turn, and all of it. None when it now writes anything before otherwise than when the reply was sampled.
+    def behind(self, history: list[Message], mark: Mark, text: str, tools) -> tuple[str, str] | None:
+        """What stands behind the last reply of ``history`` in ``text``, the render of it and what follows: the close of
+        that reply's turn, and all of it. None when what stands before is not what the reply was sampled under.
 
         The reply itself may come out spelled otherwise (trimmed, its tool call's JSON spaced anew) as long as its turn
         is there and its thinking is not lost: the ids are those that were sampled, whatever the template makes of them.
         """
         prompt = self.render(history[:-1], tools, prompt=True)
-        text = self.render([*history, *new], tools, prompt=True)
         rest, verbatim = text[len(prompt + mark.said) :], None
         if text.startswith(prompt + mark.said):
             verbatim = self.turn_end if rest.startswith(self.turn_end) else "", rest
@@ -407,25 +406,27 @@ class Template:
                 return [*history[:head], *history[start:]]
         return history
 
-    def rest(self, branch: Branch, mark: Mark, new: list[Message], tools) -> tuple[str, str] | None:
-        """``behind``, for what ``branch`` holds up to ``mark``, by a window of it where that will do."""
+    def rest(self, branch: Branch, mark: Mark, new: list[Message], tools) -> tuple[tuple[str, str] | None, str | None]:
+        """``behind``, for what ``branch`` holds up to ``mark`` and ``new`` after it, by a window of it where that will
+        do; and the render of all of it where that was needed, as it always is when the answer is None."""
         history = branch.messages[: mark.messages]
         short = self.window(history, branch.kinds) if self.windows and len(history) > self.WHOLE else history
         found = None
         if short is not history:
             with suppress(WireError):  # a template that refuses the window is asked about the whole
-                found = self.behind(short, mark, new, tools)
+                found = self.behind(short, mark, self.render([*short, *new], tools, prompt=True), tools)
             if found is not None and mark.doubled is None:
-                return found
-        whole = self.behind(history, mark, new, tools)
-        if whole is not None and mark.doubled is not None:
-            # The window cannot tell what it does not hold, so all that came since the last time is looked at again.
-            since = mark.doubled
-            again = self.behind(history[: since.messages], since, [*history[since.messages :], *new], tools)
-            whole = whole if again is not None else None
+                return found, None
+        text = self.render([*history, *new], tools, prompt=True)
+        whole = self.behind(history, mark, text, tools)
+        # The window cannot tell what it does not hold, so all that came since the last time is looked at again.
+        since = mark.doubled
+        if whole and since and self.behind(history[: since.messages], since, text, tools) is None:
+            whole = None
         agreed = found is None or found == whole
         self.windows &= agreed
-        return whole if agreed else None  # turns since the last doubling may stand on what the template does not write
+        # Where they differ, turns since the last doubling may stand on what the template does not write.
+        return whole if agreed else None, text
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text; pieces at a ``BREAK`` are tokenized apart."""
@@ -520,7 +521,6 @@ class Call:
     branch: Branch | None = None
     """Where it was committed."""
     prompt_tokens: int = 0
-    started: float = field(default_factory=time.time)
     seconds: float = 0.0
 
     @property
@@ -893,20 +893,26 @@ class Session:
         new = messages[found[1].messages if found else 0 :]
         # Replies that the policy never gave: the client changed or invented them.
         foreign = any(same["role"] == "assistant" and same not in self.replies for same in keys[len(keys) - len(new) :])
-        again = any(branch.tools_key == tools_key and branch.keys[: len(keys)] == keys for branch in self.branches)
-        cause = "edit" if foreign else "resample" if again else "new" if self.branches else "first"
-        if found is not None:
+        if found is None:
+            cause = "edit" if foreign else self.begins(keys, tools_key)
+            text = self.template.render(messages, tools, prompt=True)
+        else:
             branch, mark = found
             # Replies are rendered as they were returned: a client may echo them without their thinking.
-            behind = self.template.rest(branch, mark, new, tools)
             messages = [*branch.messages[: mark.messages], *new]
+            behind, text = self.template.rest(branch, mark, new, tools)
             if behind is not None:
                 context, closing = self.template.follow(mark.end, *behind)
                 cause = "edit" if foreign else "continue" if mark == branch.marks[-1] else "resample"
                 return Plan(branch, mark, context, closing, messages, keys, tools, tools_key, cause, ask.messages)
             cause = "template"
-        context = self.template.encode(self.template.render(messages, tools, prompt=True))
+        context = self.template.encode(text)
         return Plan(None, None, context, 0, messages, keys, tools, tools_key, cause, ask.messages)
+
+    def begins(self, keys: list[dict], tools_key: str) -> str:
+        """What a request that continues nothing is: the same beginning again, another conversation, or the first."""
+        again = any(branch.tools_key == tools_key and branch.keys[: len(keys)] == keys for branch in self.branches)
+        return "resample" if again else "new" if self.branches else "first"
 
     def commit(self, plan: Plan, turn: Turn) -> None:
         """Append the turn. No await between looking at the branch and extending it, so turns cannot interleave."""
@@ -960,10 +966,11 @@ class Session:
 
     def trace(self) -> dict:
         """The session's branches with their tokens, who sampled what, and why each branch exists."""
-        spans = [one.spans(self.template.tokenizer) for one in self.branches]
-        told = [{"cause": one.cause, "messages": one.messages} for one in self.branches]
+        branches = [
+            {"cause": one.cause, "messages": one.messages, "spans": list(one.spans(self.template.tokenizer))}
+            for one in self.branches
+        ]
         calls = [call.summary() | {"committed": call.committed} for call in self.calls]
-        branches = [one | {"spans": list(run)} for one, run in zip(told, spans, strict=True)]
         return {"branches": branches, "calls": calls, "meters": dict(self.meters)}
 
 
@@ -1129,8 +1136,7 @@ class Chat(Wire):
         choices = []
         for index, turn in enumerate(turns):
             message = {**turn.message, "content": turn.message["content"] or None}
-            texts = [session.template.tokenizer.decode([token]) for token in turn.call.token_ids]
-            scores = {"content": list(map(token_logprob, texts, turn.call.logprobs))} if ask.extra["logprobs"] else None
+            scores = {"content": token_logprobs(session, turn.call)} if ask.extra["logprobs"] else None
             choice = {"index": index, "message": message, "finish_reason": turn.finish_reason, "logprobs": scores}
             choices.append(choice)
         prompt, sampled = turns[0].used[0], sum(turn.used[1] for turn in turns)
@@ -1162,10 +1168,14 @@ class Chat(Wire):
         return {"error": {"message": str(error), "type": sort, "param": error.param, "code": error.code}}
 
 
-def token_logprob(text: str, logprob: float) -> dict:
-    """A sampled token as OpenAI tells it; its bytes are null where it is a part of a character."""
-    whole = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": whole, "top_logprobs": []}
+def token_logprobs(session: Session, call: Call) -> list[dict]:
+    """Sampled tokens as OpenAI tells them; the bytes of one that is a part of a character are null."""
+    texts = [session.template.tokenizer.decode([token]) for token in call.token_ids]
+    told = [(text, None if "\ufffd" in text else list(text.encode())) for text in texts]
+    return [
+        {"token": text, "logprob": logprob, "bytes": whole, "top_logprobs": []}
+        for (text, whole), logprob in zip(told, call.logprobs, strict=True)
+    ]
 
 
 def chat_deltas(message: dict) -> Iterator[dict]:
@@ -1518,10 +1528,10 @@ class Loopback:
     async def count_tokens(self, request: web.Request) -> web.Response:
         """POST Anthropic's messages/count_tokens: the ids that the same messages would be sent with."""
         session, body = self.session(request), read_json(await request.read())
-        ask = Messages().ask(session, body)
-        if images_of(session.read(ask.messages)[0]):
+        plan = session.plan(Messages().ask(session, body))
+        if images_of(plan.messages):
             raise WireError("tokens of images are counted by the engine alone, when it is called", "messages")
-        return web.json_response({"input_tokens": len(session.plan(ask).sent_ids)})
+        return web.json_response({"input_tokens": len(plan.sent_ids)})
 
     async def models(self, request: web.Request) -> web.Response:
         """GET models, or one of them: there is one, and its description serves both wires."""
@@ -1540,9 +1550,12 @@ class Loopback:
     def meters(self) -> dict[str, float]:
         """``loopback/*``: the server's own milliseconds per call since the last time, mean and 99th percentile, and
         whether the template is still asked about windows."""
-        costs, self.costs = np.array(self.costs or [np.nan]) * 1e3, deque(maxlen=self.costs.maxlen)
-        told = {"loopback/own_ms_mean": float(costs.mean()), "loopback/own_ms_p99": float(np.quantile(costs, 0.99))}
-        return {"loopback/windows": float(self.template.windows)} | ({} if np.isnan(costs[0]) else told)
+        told, costs = {"loopback/windows": float(self.template.windows)}, np.array(self.costs) * 1e3
+        self.costs.clear()
+        if len(costs):
+            told["loopback/own_ms_mean"] = float(costs.mean())
+            told["loopback/own_ms_p99"] = float(np.quantile(costs, 0.99))
+        return told
 
 
 async def open_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:

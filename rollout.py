@@ -387,9 +387,8 @@ class Router:
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailure(f"engine {index}: {type(error).__name__}: {error.__cause__ or error}") from None
         except VLLMClientError as error:
-            if call.images and "longer than the maximum" in str(
-                error
-            ):  # images count once the engine has expanded them
+            # Images count in full only once the engine has expanded them.
+            if call.images and "longer than the maximum" in str(error):
                 raise agents.ContextOverflow(str(error)) from None
             raise WireError(f"the engine refuses this request: {error}") from None
         except ValueError as error:

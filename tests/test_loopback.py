@@ -1500,3 +1500,11 @@ def test_what_calls_keep_does_not_grow_with_the_history():
     assert all(not call.sent_ids and not call.routes for call in s.calls)
     assert [len(call.prompt_ids) for call in s.calls] == [call.summary()["prompt_tokens"] for call in s.calls]
     assert not s.running
+
+
+def test_noncharacters_that_the_model_samples_do_not_stop_its_conversation():
+    """Only what others say may not hold the marks that break controls: what was sampled is rendered as it is."""
+    marks = toy(KEEP).encode(BREAK, add_special_tokens=False)
+    s = session(Engine([*marks, EOT], ids("a <eot>")))
+    first, _ = play(s, [user("a")], [user("b")])
+    assert first.message["content"] == BREAK and len(exact(s)) == 1
