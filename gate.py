@@ -2,20 +2,28 @@
 
 Pure functions of tensors: no I/O, no config object, no state, no torch.distributed. The path of a number:
 
-    reward_N ──▶ advantages ──▶ token_advantages ─────────────────────────┐
-    logits_TV ─▶ token_logprobs ─▶ log_ratio ─▶ gate ─▶ Decision ─────────┼─▶ surrogate ─▶ policy_loss ─▶ backward
-    version_T ─▶ lag ──────────────────────────▶  │                       │                   ▲
+    reward_N ──▶ advantages (or returns, gae, distill) ─▶ token_advantages ┐
+    logits_TV ─▶ token_logprobs ─▶ log_ratio ─▶ gate ─▶ Decision ──────────┼─▶ surrogate ─▶ policy_loss ─▶ backward
+    version_T ─▶ lag ──────────────────────────▶  │                        │                   ▲
                                                   └─▶ kept_per_group, denominator (Σ over ranks before backward)
+
+Three policies meet here. The *behaviour* policy sampled (the engine's log-prob, at the token's version), the
+*proximal* one is the trainer's at the start of the batch, the *current* one is being trained. The gate corrects from
+behaviour to proximal once a batch; a surrogate's ρ goes from proximal to current and matters from the second
+mini-batch on (decoupled PPO, arXiv 2110.00641). A fourth, the frozen *reference*, is what `kl` and `distill` compare
+with.
 
 Shape suffixes:
     T  tokens of a batch, its rows laid end to end       V  vocabulary
     N  rollouts                                          G  groups
+    C  calls of a rollout, by number; shorter rollouts are padded
 Masks: trained_T  bool, the token was sampled and is trained by rule (prompt, tool text, closing ids are False)
        keep_T     bool, trained and survived the gate
 Index tensors: rollout_T  int64, which rollout (0..N-1) a token belongs to, whatever row carries it
+               call_T     int64, which call of its rollout (0..C-1) sampled the token
                group_T    int64, which group (0..G-1, dense over the whole batch, equal on every rank)
 
-A number that is not finite where it is trained raises ValueError with its position and values. Where it is
+A number that is not finite where it is trained raises TokenError with its position and values. Where it is
 masked it is replaced by torch.where *before* any exp, so that neither the loss nor autograd ever sees it
 (0 · NaN is NaN in a backward pass, so masking a loss afterwards would be too late).
 Log-probs and log-ratios are in nats; lags are in optimizer steps. float64 inputs stay float64.
@@ -27,17 +35,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-REASONS = ("kept", "masked", "ratio_low", "ratio_high", "stale")
-KEPT, MASKED, RATIO_LOW, RATIO_HIGH, STALE = range(len(REASONS))
+REASONS = ("kept", "masked", "ratio_low", "ratio_high", "stale", "divergence")
+KEPT, MASKED, RATIO_LOW, RATIO_HIGH, STALE, DIVERGENCE = range(len(REASONS))
 
-ADVANTAGES = ("reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
+ROLLOUT_ADVANTAGES = ("reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
+ADVANTAGES = (*ROLLOUT_ADVANTAGES, "gae", "on_policy_distill")
 LEVELS = ("off", "token", "seq", "geo")
 MODES = ("mask", "clip", "trunc")
+STATISTICS = ("ratio", "kl", "tv")
+WEIGHTS = ("token", "rollout")
 DENOMINATORS = ("token", "rollout", "group", "constant")
-SURROGATES = ("reinforce", "ppo")
+SURROGATES = ("reinforce", "ppo", "gspo", "cispo")
 KLS = ("k1", "k2", "k3")
 
-GRPO_EPSILON = 1e-6
+EPSILON = 1e-6
 LAG_BINS = 8
 
 # tis           min(r_t, 2). Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
@@ -47,12 +58,23 @@ LAG_BINS = 8
 #               untruncated in spite of the name, as OpenRLHF, Molt and NeMo-RL define it (after Liu et al. 2025,
 #               "When Speed Kills Stability"). Departures: those default to [0.5, 5] or narrower bands, this band is
 #               symmetric in log space; the mean runs over all rows of a rollout, not over one row.
+# mis           the rollout is gated unless exp(Σ log r) ≤ 2; survivors carry that ratio on every token. Sequence-level
+#               masked importance sampling, Liu et al. 2025 (as above), with C = 2.
 PRESETS = {
     "off": {"level": "off", "mode": "mask", "low": 0.0, "high": math.inf},
     "tis": {"level": "token", "mode": "trunc", "low": 0.0, "high": 2.0},
     "icepop": {"level": "token", "mode": "mask", "low": 0.5, "high": 5.0},
     "seq_mask_tis": {"level": "geo", "mode": "mask", "low": 0.5, "high": 2.0},
+    "mis": {"level": "seq", "mode": "mask", "low": 0.0, "high": 2.0, "weight": "rollout"},
 }
+
+
+class TokenError(ValueError):
+    """A value broke a law. ``position`` is its index in the tensors given, for a caller that knows the row."""
+
+    def __init__(self, position: int, message: str):
+        super().__init__(message)
+        self.position = position
 
 
 class Decision(NamedTuple):
@@ -83,19 +105,29 @@ def _same_length(**tensors_T: Tensor) -> None:
 
 
 def _refuse(bad_T: Tensor, why: str, **values_T: Tensor) -> None:
-    """Raise ValueError naming the first position where bad_T holds and every named value there."""
+    """Raise TokenError naming the first position where bad_T holds and every named value there."""
     if bad_T.any():
         position = int(bad_T.nonzero()[0])
         values = ", ".join(f"{name}={x[position].item()!r}" for name, x in values_T.items())
-        raise ValueError(f"{why}: position {position} has {values} ({int(bad_T.sum())} such positions)")
+        raise TokenError(position, f"{why}: position {position} has {values} ({int(bad_T.sum())} such positions)")
 
 
 def _refuse_non_finite(where_T: Tensor, **values_T: Tensor) -> None:
-    """Raise ValueError if any of the values is NaN or infinite at a position where where_T holds."""
+    """Raise TokenError if any of the values is NaN or infinite at a position where where_T holds."""
     bad_T = torch.zeros_like(where_T)
     for x in values_T.values():
         bad_T = bad_T | ~torch.isfinite(x)
     _refuse(where_T & bad_T, f"{' or '.join(values_T)} is not finite where it counts", **values_T)
+
+
+def _refuse_outside(where_T: Tensor, what: str, index_T: Tensor, count: int) -> None:
+    _refuse(where_T & ((index_T < 0) | (index_T >= count)), f"not one of {count} {what}s", **{what: index_T})
+
+
+def _check_unit(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}; it must lie in 0..1")
 
 
 def _extent(index_T: Tensor) -> int:
@@ -158,13 +190,16 @@ def advantages(kind: str, reward_N: Tensor, group_N: Tensor, valid_N: Tensor | N
       dr_grpo             R − mean                              arXiv 2503.20783
     reward_N float[N] in the task's unit, group_N int64[N] any ids, valid_N bool[N] (None: all). A rollout that is
     not valid (a crash) enters no baseline and gets exactly 0, as does every rollout whose baseline has one valid
-    rollout or no spread: never NaN, and never the rounding error of a mean.
+    rollout or no spread: never NaN, and never the rounding error of a mean. Given `returns` [N, C] instead of
+    rewards, each column is compared with its like: call c of a rollout with call c of the others.
     Raises ValueError when lengths differ, rewards are not floating, or a valid reward is not finite.
 
     >>> advantages("dr_grpo", torch.tensor([1.0, 0.0, 0.0]), torch.tensor([7, 7, 7])).tolist()
     [0.6666666269302368, -0.3333333432674408, -0.3333333432674408]
     """
-    _one_of("advantage", kind, ADVANTAGES)
+    _one_of("advantage", kind, ROLLOUT_ADVANTAGES)
+    if reward_N.ndim == 2:
+        return torch.stack([advantages(kind, column_N, group_N, valid_N) for column_N in reward_N.unbind(1)], 1)
     valid_N = torch.ones_like(group_N, dtype=torch.bool) if valid_N is None else valid_N
     _same_length(reward=reward_N, group=group_N, valid=valid_N)
     if not reward_N.is_floating_point():
@@ -191,23 +226,173 @@ def _centred(kind: str, reward_N: Tensor, cohort_N: Tensor, valid_N: Tensor) -> 
         return advantage_N * count_N / others_N
     if kind == "grpo":
         std_N = (_sum_by(cohort_N, advantage_N.square(), cohorts)[cohort_N] / others_N).sqrt()
-        return advantage_N / (std_N + GRPO_EPSILON)
+        return advantage_N / (std_N + EPSILON)
     return advantage_N
 
 
-def token_advantages(advantage_N: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
+def token_advantages(advantage_N: Tensor, rollout_T: Tensor, trained_T: Tensor, call_T: Tensor | None = None) -> Tensor:
     """Give each trained token of every row its rollout's advantage, and exactly 0 to every other token.
 
-    advantage_T = advantage_N[rollout_T] where trained_T, else 0. Raises ValueError when lengths differ or an index
-    lies outside 0..N-1.
+    advantage_T = advantage_N[rollout_T] where trained_T, else 0; advantages by call [N, C] need call_T as well.
+    Raises ValueError when lengths differ or an index lies outside 0..N-1 (or 0..C-1).
 
     >>> token_advantages(torch.tensor([0.5, -0.5]), torch.tensor([0, 1, 0]), torch.tensor([True, True, False])).tolist()
     [0.5, -0.5, 0.0]
     """
     _same_length(rollout=rollout_T, trained=trained_T)
-    rollouts = len(advantage_N)
-    _refuse((rollout_T < 0) | (rollout_T >= rollouts), f"not one of {rollouts} rollouts", rollout=rollout_T)
-    return torch.where(trained_T, advantage_N[rollout_T], 0.0)
+    _refuse_outside(trained_T, "rollout", rollout_T, len(advantage_N))
+    rollout_T = torch.where(trained_T, rollout_T, 0)
+    if advantage_N.ndim == 1:
+        return torch.where(trained_T, advantage_N[rollout_T], 0.0)
+    _same_length(rollout=rollout_T, call=call_T)
+    _refuse_outside(trained_T, "call", call_T, advantage_N.shape[1])
+    return torch.where(trained_T, advantage_N[rollout_T, torch.where(trained_T, call_T, 0)], 0.0)
+
+
+def returns(reward_NC: Tensor, calls_N: Tensor, discount: float) -> Tensor:
+    """What each call leads to: G_c = r_c + discount · G_{c+1}, float[N, C], for credit by call instead of by rollout.
+
+    reward_NC float[N, C] holds the reward of each call, 0 beyond the calls_N int64[N] that a rollout has (at least
+    one, unless it has no tokens); the discount applies per call (an environment's step), whatever its length. A
+    rollout that ended before call c stands there with its last call's return, so that with the whole reward on the
+    last call and discount 1 every column is the rollout's reward, and `advantages` gives what it gives without calls.
+    Below 1 the usual bias: the state a call acts in is not discounted (Thomas 2014, "Bias in natural actor-critic").
+    Raises ValueError for lengths that differ, a discount outside 0..1, or a reward beyond a rollout's calls.
+
+    >>> returns(torch.tensor([[1.0, 0.0, 2.0], [3.0, 0.0, 0.0]]), torch.tensor([3, 1]), 0.5).tolist()
+    [[1.5, 1.0, 2.0], [3.0, 3.0, 3.0]]
+    """
+    _check_unit(discount=discount)
+    _same_length(reward=reward_NC[:, 0], calls=calls_N)
+    call_C = torch.arange(reward_NC.shape[1], device=calls_N.device)
+    beyond_N = ((call_C >= calls_N[:, None]) & (reward_NC != 0)).any(1)
+    _refuse(beyond_N, "a reward lies beyond the rollout's calls", calls=calls_N)
+    return_NC, ahead_N = torch.empty_like(reward_NC), torch.zeros_like(reward_NC[:, 0])
+    for call in reversed(range(reward_NC.shape[1])):
+        return_NC[:, call] = ahead_N = reward_NC[:, call] + discount * ahead_N
+    return return_NC.gather(1, torch.minimum(call_C, (calls_N - 1).clamp(min=0)[:, None]))
+
+
+def token_rewards(reward_NC: Tensor, rollout_T: Tensor, call_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Put the reward of each call on the last trained token of that call, 0 on every other: what `gae` takes.
+
+    reward_NC float[N, C]; a call's tokens lie in sampling order. Rollouts without a token here are another rank's.
+    Raises ValueError when lengths differ, an index is outside, or a rewarded call of a rollout has no trained token.
+
+    >>> rollout_T, call_T, trained_T = torch.tensor([0, 0, 0]), torch.tensor([0, 0, 1]), torch.ones(3).bool()
+    >>> token_rewards(torch.tensor([[0.5, 1.0]]), rollout_T, call_T, trained_T).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    _same_length(rollout=rollout_T, call=call_T, trained=trained_T)
+    rollouts, calls = reward_NC.shape
+    _refuse_outside(trained_T, "rollout", rollout_T, rollouts)
+    _refuse_outside(trained_T, "call", call_T, calls)
+    at = trained_T.nonzero().squeeze(1)
+    last = torch.full((rollouts * calls,), -1, device=at.device)
+    last = last.scatter_reduce(0, rollout_T[at] * calls + call_T[at], at, "amax")
+    here_N = (last.view(rollouts, calls) >= 0).any(1)
+    lost_N = ((last.view(rollouts, calls) < 0) & (reward_NC != 0)).any(1) & here_N
+    _refuse(lost_N, "a rewarded call has no trained token", reward=reward_NC.sum(1))
+    reward_T = torch.zeros(len(trained_T), dtype=reward_NC.dtype, device=at.device)
+    reward_T[last[last >= 0]] = reward_NC.flatten()[last >= 0]
+    return reward_T
+
+
+def gae(reward_T: Tensor, value_T: Tensor, rollout_T: Tensor, call_T: Tensor, trained_T: Tensor,
+        discount: float, trace: float) -> Tensor:  # fmt: skip
+    """Generalised advantage estimation, float[T], over the trained tokens of a rollout in sampling order, detached.
+
+    δ_t = r_t + γ_t V_{t+1} − V_t and A_t = δ_t + γ_t · trace · A_{t+1}, with V = A = 0 after the last token
+    (arXiv 1506.02438; trace is its λ). A_t + V_t is what the value should have been. Order: by call, then as laid out.
+    Departures: γ_t is `discount` where the next token belongs to another call and 1 inside a call, so a reward's worth
+    does not depend on how many tokens it takes to say a word; a truncated rollout ends like any other, for no value
+    of what would have followed is known.
+    Raises ValueError when lengths differ, a trained value or reward is not finite, or a factor is outside 0..1.
+
+    >>> zeros_T, trained_T, value_T = torch.zeros(3).long(), torch.ones(3).bool(), torch.full((3,), 0.5)
+    >>> gae(torch.tensor([0.0, 0.0, 1.0]), value_T, zeros_T, zeros_T, trained_T, discount=1.0, trace=0.5).tolist()
+    [0.125, 0.25, 0.5]
+    """
+    _check_unit(discount=discount, trace=trace)
+    _same_length(reward=reward_T, value=value_T, rollout=rollout_T, call=call_T, trained=trained_T)
+    _refuse_non_finite(trained_T, reward=reward_T, value=value_T)
+    at = trained_T.nonzero().squeeze(1)
+    for index_T in (call_T, rollout_T):  # stable sorts, the last key first
+        at = at[index_T[at].argsort(stable=True)]
+    tokens = zip(*(x_T[at].tolist() for x_T in (reward_T.double(), value_T.detach().double(), rollout_T, call_T)),
+                 strict=True)  # fmt: skip
+    found, next_value, ahead, after = [], 0.0, 0.0, (-1, -1)
+    for reward, value, rollout, call in reversed(list(tokens)):
+        decay = 0.0 if after[0] != rollout else 1.0 if after[1] == call else discount
+        ahead = reward + decay * next_value - value + decay * trace * ahead
+        next_value, after = value, (rollout, call)
+        found.append(ahead)
+    advantage_T = torch.zeros_like(value_T)
+    advantage_T[at] = torch.tensor(found[::-1], dtype=value_T.dtype, device=value_T.device)
+    return advantage_T
+
+
+def distill(logp_T: Tensor, teacher_T: Tensor, trained_T: Tensor, coefficient: float = 1.0) -> Tensor:
+    """Advantage of on-policy distillation, float[T], detached: −coefficient · (logp − teacher), 0 where not trained.
+
+    teacher_T is a frozen model's log-prob of the token that the student sampled. In expectation the gradient is that
+    of KL(student ‖ teacher) at each state that the student visits, the states held fixed: no token is credited with
+    what follows it (arXiv 2306.13649 with reverse KL; Lu et al. 2025, "On-Policy Distillation"). Reward plays no part.
+    Raises ValueError when lengths differ or a trained value is not finite.
+
+    >>> distill(torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([True])).tolist()
+    [-2.0]
+    """
+    return coefficient * log_ratio(teacher_T.detach(), logp_T.detach(), trained_T)
+
+
+def whiten(advantage_T: Tensor, trained_T: Tensor, whole_t: Tensor) -> Tensor:
+    """(A − mean) / (std + 1e-6) where trained, 0 elsewhere, with the moments of whole_t: every rank's trained values.
+
+    The mean is subtracted too, so what was exactly 0 (a group without spread) is no longer. std over n − 1, as in TRL.
+    Values without spread give exactly 0. Raises ValueError when lengths differ or a value is not finite.
+
+    >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), torch.tensor([1.0, 3.0])).tolist()[2]
+    0.0
+    """
+    _same_length(advantage=advantage_T, trained=trained_T)
+    _refuse_non_finite(trained_T, advantage=advantage_T)
+    if len(whole_t) < 2 or whole_t.max() == whole_t.min():
+        return torch.zeros_like(advantage_T)
+    centre, scale = whole_t.double().mean().item(), whole_t.double().std().item() + EPSILON
+    return torch.where(trained_T, (advantage_T - centre) / scale, 0.0)
+
+
+def overlong(length_N: Tensor, limit: int, buffer: int) -> Tensor:
+    """Penalty in [−1, 0] to add to a rollout's reward: 0 up to limit − buffer tokens, then linearly to −1 at limit.
+
+    DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13. length_N counts the sampled tokens of all calls.
+    Raises ValueError unless 0 < buffer ≤ limit.
+
+    >>> overlong(torch.tensor([70, 90, 101]), limit=100, buffer=20).tolist()
+    [0.0, -0.5, -1.0]
+    """
+    if not 0 < buffer <= limit:
+        raise ValueError(f"overlong buffer {buffer} must lie in 1..{limit}, its limit")
+    return ((limit - buffer - length_N.double()) / buffer).clamp(-1, 0)
+
+
+def no_signal(reward_n: Tensor) -> str | None:
+    """Why the valid rewards of one group teach nothing (every baseline equals every reward), or None when they do.
+
+    "one_valid" (or none), "all_pass": all equal and positive, "all_fail": all equal and not positive. Such groups are
+    what DAPO's dynamic sampling replaces, arXiv 2503.14476 section 3.2; there rewards are 1 and −1.
+    Raises ValueError when a reward is not finite.
+
+    >>> [no_signal(torch.tensor(rewards)) for rewards in ([1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0])]
+    ['all_pass', 'all_fail', None, 'one_valid']
+    """
+    _refuse_non_finite(torch.ones_like(reward_n, dtype=torch.bool), reward=reward_n)
+    if len(reward_n) < 2:
+        return "one_valid"
+    if reward_n.max() > reward_n.min():
+        return None
+    return "all_pass" if reward_n[0] > 0 else "all_fail"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -248,7 +433,7 @@ def lag(version_T: Tensor, trainer_version: int, trained_T: Tensor) -> Tensor:
 
 
 def preset(name: str) -> dict:
-    """A named gate as keyword arguments level, mode, low, high (sources beside PRESETS).
+    """A named gate as keyword arguments of `gate` (sources beside PRESETS).
 
     Raises ValueError for an unknown name, listing the known ones.
 
@@ -260,63 +445,107 @@ def preset(name: str) -> dict:
 
 
 def gate(level: str, mode: str, low: float, high: float, log_ratio_T: Tensor, rollout_T: Tensor, trained_T: Tensor,
-         lag_T: Tensor | None = None, max_lag: int | None = None) -> Decision:  # fmt: skip
+         lag_T: Tensor | None = None, max_lag: int | None = None, *, statistic: str = "ratio", weight: str = "token",
+         behaviour_T: Tensor | None = None) -> Decision:  # fmt: skip
     """Decide which trained tokens are kept, and with which importance weight.
 
-    level off    keep every trained token, weight 1 (mode and band unused)
-          token  mask   keep where low ≤ r_t ≤ high, weight r_t          IcePop, arXiv 2510.18855
-                 clip   keep all, weight min(max(r_t, low), high)
-                 trunc  keep all, weight min(r_t, high) (low unused)     TIS, Yao et al. 2025; Ionides 2008
-          seq    mask   keep the rollout where low ≤ exp(Σ log r) ≤ high, weight r_t each
-          geo    mask   keep the rollout where low ≤ exp(mean log r) ≤ high, weight r_t each
-    Sums run over the trained tokens of a *rollout* in float64, so the split into rows is immaterial. Bands are compared
-    in log space and include their ends. max_lag (steps): a rollout whose oldest trained token lags more is gated
-    whole, with reason stale, which wins over a ratio reason. Nothing here carries a gradient.
-    log_ratio_T float[T] nats, rollout_T int64[T], trained_T bool[T], lag_T int64[T].
-    Raises ValueError for an unknown level or mode, seq or geo with a mode other than mask, a band without
-    0 ≤ low ≤ 1 ≤ high (it would gate on-policy tokens), max_lag negative or without lag_T, lengths that differ, a
-    log-ratio that is not finite where trained, or a kept weight that overflows.
+    The statistic s of a token: level `token` its own, `seq` the product and `geo` the geometric mean over the trained
+    tokens of its *rollout* (in float64, so the split into rows is immaterial). By default it is the ratio r:
+      off               keep every trained token, weight 1 (mode and band unused)
+      token mask        keep where low ≤ r_t ≤ high, weight r_t       IcePop, arXiv 2510.18855
+      token clip        keep all, weight min(max(r_t, low), high)
+      token trunc       keep all, weight min(r_t, high)               TIS, Yao et al. 2025; Ionides 2008
+      seq, geo mask     keep the rollout where low ≤ s ≤ high; each token carries its own r_t, or with weight "rollout"
+                        every token carries s: with `seq` and no band the unbiased estimator, with one `mis`
+      seq, geo clip     keep all; every token carries s, clipped (trunc: from above, low unused)
+    statistic "tv" or "kl" gates by the divergence of the sampled token taken alone, a Bernoulli variable of
+    probability q = exp(behaviour) at the sampler and p = q·r at the trainer (arXiv 2602.04879, eqs. 13 and 14):
+      tv  |p − q|            kl  q log(q/p) + (1 − q) log((1 − q)/(1 − p))
+    kept where ≤ high (per token, the sum for `seq`, the mean for `geo`), weight r_t; mode mask, low 0. Departure: both
+    directions are gated, whatever the advantage's sign, for a decision about a token must not depend on its reward.
+    Bands are compared in log space and include their ends. max_lag (steps): a rollout whose oldest trained token lags
+    more is gated whole, with reason stale, which wins over the others. Nothing here carries a gradient.
+    log_ratio_T, behaviour_T float[T] nats, rollout_T int64[T], trained_T bool[T], lag_T int64[T].
+    Raises ValueError for an unknown or unfitting setting, a band without 0 ≤ low ≤ 1 ≤ high (it would gate on-policy
+    tokens), max_lag negative or without lag_T, lengths that differ, a value that is not finite where trained, or a
+    kept weight that overflows.
 
     >>> hundred_T, rollout_T, trained_T = torch.full((100,), 0.1), torch.zeros(100).long(), torch.ones(100).bool()
     >>> [int(gate(level, "mask", 0.5, 2, hundred_T, rollout_T, trained_T).keep_T.sum()) for level in ("geo", "seq")]
     [100, 0]
     """
-    _check_gate(level, mode, low, high, lag_T, max_lag)
+    _check_gate(level, mode, low, high, lag_T, max_lag, statistic, weight, behaviour_T)
     _same_length(log_ratio=log_ratio_T, rollout=rollout_T, trained=trained_T)
     _refuse_non_finite(trained_T, log_ratio=log_ratio_T)
     log_ratio_T = torch.where(trained_T, log_ratio_T.detach(), 0.0)
     reason_T = torch.full_like(trained_T, MASKED, dtype=torch.int8).masked_fill(trained_T, KEPT)
+    own_T = log_ratio_T if statistic == "ratio" else _divergence(statistic, log_ratio_T, behaviour_T, trained_T)
+    statistic_T = _statistic(level, own_T, rollout_T, trained_T)
     if level != "off" and mode == "mask":
-        statistic_T = _statistic(level, log_ratio_T, rollout_T, trained_T)
-        reason_T = reason_T.masked_fill(trained_T & (statistic_T < (math.log(low) if low else -math.inf)), RATIO_LOW)
-        reason_T = reason_T.masked_fill(trained_T & (statistic_T > math.log(high)), RATIO_HIGH)
+        least, most, beyond = math.log(low) if low else -math.inf, math.log(high), RATIO_HIGH
+        if statistic != "ratio":
+            least, most, beyond = -math.inf, high, DIVERGENCE
+        reason_T = reason_T.masked_fill(trained_T & (statistic_T < least), RATIO_LOW)
+        reason_T = reason_T.masked_fill(trained_T & (statistic_T > most), beyond)
     if max_lag is not None:
         reason_T = reason_T.masked_fill(trained_T & (_oldest(lag_T, rollout_T, trained_T) > max_lag), STALE)
     keep_T = reason_T == KEPT
-    return Decision(keep_T, _weight(level, mode, low, high, log_ratio_T, keep_T), reason_T)
+    carried_T = statistic_T if mode != "mask" or weight == "rollout" else log_ratio_T
+    return Decision(keep_T, _weight(level, mode, low, high, carried_T, keep_T), reason_T)
 
 
-def _check_gate(level: str, mode: str, low: float, high: float, lag_T: Tensor | None, max_lag: int | None) -> None:
-    _one_of("gate level", level, LEVELS)
-    _one_of("gate mode", mode, MODES)
-    if level in ("seq", "geo") and mode != "mask":
-        raise ValueError(f"gate level {level!r} only masks, got mode {mode!r}; use mask, or level token")
-    if not 0 <= low <= 1 <= high:
+def _check_gate(level, mode, low, high, lag_T, max_lag, statistic, weight, behaviour_T) -> None:
+    for what, value, known in (("level", level, LEVELS), ("mode", mode, MODES),
+                               ("statistic", statistic, STATISTICS), ("weight", weight, WEIGHTS)):  # fmt: skip
+        _one_of(f"gate {what}", value, known)
+    if statistic == "ratio" and not 0 <= low <= 1 <= high:
         raise ValueError(f"gate band [{low}, {high}] must satisfy 0 <= low <= 1 <= high")
+    divergence = level in LEVELS[1:] and mode == "mask" and low == 0 <= high and weight == "token"
+    if statistic != "ratio" and (not divergence or behaviour_T is None):
+        raise ValueError(f"gate statistic {statistic!r} needs a level, mode mask, weight token, a band [0, high] and "
+                         f"behaviour_T; got {level}, {mode}, {weight}, [{low}, {high}]")  # fmt: skip
+    if weight == "rollout" and level not in ("seq", "geo"):
+        raise ValueError(f"gate weight 'rollout' needs level seq or geo, got {level!r}")
     if max_lag is not None and (lag_T is None or max_lag < 0):
         raise ValueError(f"max_lag={max_lag} needs lag_T and must not be negative")
 
 
-def _statistic(level: str, log_ratio_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
-    """Logarithm of the gated statistic, given to every token of its rollout."""
-    if level == "token":
-        return log_ratio_T
+def _divergence(statistic: str, log_ratio_T: Tensor, behaviour_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Divergence between sampler and trainer of "this token or another", float64; 0 where not trained."""
+    _same_length(log_ratio=log_ratio_T, behaviour=behaviour_T)
+    _refuse_non_finite(trained_T, behaviour=behaviour_T)
+    sampler_T = torch.where(trained_T, behaviour_T.detach().double(), 0.0)
+    # Rounding may lift a probability above 1.
+    q_T, p_T = (logp_T.exp().clamp(max=1) for logp_T in (sampler_T, sampler_T + log_ratio_T))
+    if statistic == "tv":
+        return (p_T - q_T).abs()
+    return -q_T * log_ratio_T + torch.xlogy(1 - q_T, 1 - q_T) - torch.xlogy(1 - q_T, 1 - p_T)
+
+
+def rollout_mean(value_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Mean over the trained tokens of a rollout, whatever rows they lie in, given to every token of it; float64 inside.
+
+    Of log r it is the logarithm of `geo`; of log ρ it is what the surrogate `gspo` takes. A rollout without trained
+    tokens gets 0. Raises ValueError when lengths differ or a trained value is not finite.
+
+    >>> rollout_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([0, 0, 1]), torch.tensor([True, True, False])).tolist()
+    [2.0, 2.0, 0.0]
+    """
+    _same_length(value=value_T, rollout=rollout_T, trained=trained_T)
+    _refuse_non_finite(trained_T, value=value_T)
+    return _statistic("geo", torch.where(trained_T, value_T, 0.0), rollout_T, trained_T)
+
+
+def _statistic(level: str, value_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
+    """The gated statistic (of a ratio: its logarithm), given to every token of its rollout."""
+    if level in ("off", "token"):
+        return value_T
     rollouts = _extent(rollout_T)
-    total_N = _sum_by(rollout_T, log_ratio_T.double(), rollouts)
+    total_N = _sum_by(rollout_T, value_T.double(), rollouts)
     if level == "geo":
         total_N = total_N / _sum_by(rollout_T, trained_T.double(), rollouts).clamp(min=1)
     # Back in the input's precision, a one-token rollout meets the band exactly as a token does.
-    return total_N.to(log_ratio_T.dtype)[rollout_T]
+    return total_N.to(value_T.dtype)[rollout_T]
 
 
 def _oldest(lag_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
@@ -325,13 +554,13 @@ def _oldest(lag_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
     return _max_by(rollout_T, torch.where(trained_T, lag_T, 0), _extent(rollout_T))[rollout_T]
 
 
-def _weight(level: str, mode: str, low: float, high: float, log_ratio_T: Tensor, keep_T: Tensor) -> Tensor:
+def _weight(level: str, mode: str, low: float, high: float, carried_T: Tensor, keep_T: Tensor) -> Tensor:
     if level == "off":
-        return keep_T.to(log_ratio_T.dtype)
-    ratio_T = log_ratio_T.exp()
+        return keep_T.to(carried_T.dtype)
+    ratio_T = carried_T.exp()
     if mode != "mask":
         ratio_T = ratio_T.clamp(min=low if mode == "clip" else None, max=high)
-    _refuse(keep_T & ~torch.isfinite(ratio_T), "an importance weight overflows", log_ratio=log_ratio_T)
+    _refuse(keep_T & ~torch.isfinite(ratio_T), "an importance weight overflows", log_ratio=carried_T)
     return torch.where(keep_T, ratio_T, 0.0)
 
 
@@ -349,7 +578,7 @@ def kept_per_group(keep_T: Tensor, group_T: Tensor, groups: int) -> Tensor:
     [1, 1, 0]
     """
     _same_length(keep=keep_T, group=group_T)
-    _refuse((group_T < 0) | (group_T >= groups), f"not one of {groups} groups", group=group_T)
+    _refuse_outside(torch.ones_like(keep_T), "group", group_T, groups)
     return _sum_by(group_T, keep_T.long(), groups)
 
 
@@ -398,45 +627,76 @@ def _group_part(keep_T: Tensor, group_T: Tensor | None, kept_G: Tensor | None) -
 
 
 def surrogate(kind: str, logp_T: Tensor, proximal_T: Tensor | None, advantage_T: Tensor, weight_T: Tensor,
-              clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Per-token loss before the denominator, and where its clip is active (the gradient is 0 there).
+              clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = math.inf,
+              rollout_log_rho_T: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Per-token loss before the denominator, and where its clip is active.
 
       reinforce  −w · A · logp                                                    Williams 1992
       ppo        −w · min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high) · A)           arXiv 1707.06347
+                 and where A < 0 not below dual_clip · A: dual clip               arXiv 1912.09729
+      gspo       ppo with ρ = the rollout's geometric mean of ρ, clipped as one   arXiv 2507.18071, its GSPO-token
+      cispo      −w · clip(ρ, 1 − clip_low, 1 + clip_high) · A · logp             arXiv 2506.13585, eqs. 4 and 5
     with ρ = exp(logp − proximal), proximal_T the trainer's own log-prob at the start of the batch, and w the gate's
-    weight (proximal over behaviour): decoupled PPO, arXiv 2110.00641. w is held constant, so reinforce needs no
-    proximal_T (it may be None). All float[T]; loss_T is differentiable in logp_T, clipped_T is bool.
+    weight (proximal over behaviour), held constant: decoupled PPO, arXiv 2110.00641. reinforce needs no proximal_T
+    (it may be None), gspo needs rollout_log_rho_T = `rollout_mean` of log ρ under the current weights; its value is
+    that mean's, its gradient each token's own. Departure: the paper's gspo divides by the rollout's length, here the
+    denominator alone decides. Where ppo or gspo clips, the gradient is 0; where cispo clips, only its factor stops.
+    All float[T]; loss_T is differentiable in logp_T, clipped_T is bool.
     A token of weight 0 contributes a loss and a gradient of exactly 0, whatever its other values.
     Raises ValueError for an unknown kind, lengths that differ, a value that is not finite where the weight is not 0,
-    or a clip range outside 0 ≤ clip_low ≤ 1, 0 ≤ clip_high.
+    or a clip range outside 0 ≤ clip_low ≤ 1, 0 ≤ clip_high < dual_clip − 1.
 
     >>> loss_T, clipped_T = surrogate("ppo", torch.tensor([1.5]).log(), torch.zeros(1), torch.ones(1), torch.ones(1))
     >>> round(loss_T.item(), 4), clipped_T.item()
     (-1.2, True)
     """
     _one_of("surrogate", kind, SURROGATES)
+    if not (0 <= clip_low <= 1 and 0 <= clip_high < dual_clip - 1):
+        raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}, dual_clip={dual_clip}: "
+                         "need 0 <= clip_low <= 1 and 0 <= clip_high < dual_clip - 1")  # fmt: skip
     proximal_T = logp_T.detach() if kind == "reinforce" else proximal_T
-    _same_length(logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T)
+    rho_T = rollout_log_rho_T if kind == "gspo" else torch.zeros_like(logp_T)
+    _same_length(logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T, rollout_log_rho=rho_T)
     live_T = weight_T != 0
-    _refuse_non_finite(live_T, logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T)
+    _refuse_non_finite(live_T, logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T,
+                       rollout_log_rho=rho_T)  # fmt: skip
     scale_T = -weight_T * torch.where(live_T, advantage_T, 0.0)
+    own_T, log_rho_T = torch.where(live_T, logp_T, 0.0), torch.where(live_T, logp_T - proximal_T, 0.0)
     if kind == "reinforce":
-        return scale_T * torch.where(live_T, logp_T, 0.0), torch.zeros_like(live_T)
-    gain_T, clipped_T = _clipped_ratio(torch.where(live_T, logp_T - proximal_T, 0.0), scale_T, clip_low, clip_high)
+        return scale_T * own_T, torch.zeros_like(live_T)
+    if kind == "cispo":
+        rho_T = log_rho_T.detach().exp()
+        bound_T = rho_T.clamp(1 - clip_low, 1 + clip_high)
+        return scale_T * bound_T * own_T, bound_T != rho_T
+    if kind == "gspo":
+        log_rho_T = torch.where(live_T, rho_T.detach(), 0.0) + own_T - own_T.detach()
+    gain_T, clipped_T = _clipped_ratio(log_rho_T, scale_T, 1 - clip_low, 1 + clip_high, dual_clip)
     return scale_T * gain_T, clipped_T
 
 
-def _clipped_ratio(log_rho_T: Tensor, scale_T: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+def _clipped_ratio(log_rho_T: Tensor, scale_T: Tensor, low: float, high: float, dual: float) -> tuple[Tensor, Tensor]:
     """The ρ or the bound that PPO's minimum selects, and where it is the bound. scale_T = −w·A has the sign of −A."""
-    if not (0 <= clip_low <= 1 and clip_high >= 0):
-        raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}: need 0 <= clip_low <= 1 and 0 <= clip_high")
     rho_T = log_rho_T.detach().exp()
-    over_T = (scale_T < 0) & (rho_T > 1 + clip_high)
-    under_T = (scale_T > 0) & (rho_T < 1 - clip_low)
-    clipped_T = over_T | under_T
-    bound_T = torch.full_like(rho_T, 1 - clip_low).masked_fill(over_T, 1 + clip_high)
+    over_T, under_T = (scale_T < 0) & (rho_T > high), (scale_T > 0) & (rho_T < low)
+    worst_T = (scale_T > 0) & (rho_T > dual)
+    bound_T = torch.full_like(rho_T, low).masked_fill(over_T, high).masked_fill(worst_T, dual)
+    clipped_T = over_T | under_T | worst_T
     # Clipped entries leave before the exp that carries a gradient: an overflowing ρ is 0 · inf in its backward.
     return torch.where(clipped_T, bound_T, log_rho_T.masked_fill(clipped_T, 0.0).exp()), clipped_T
+
+
+def value_loss(value_T: Tensor, target_T: Tensor, keep_T: Tensor) -> Tensor:
+    """(value − target)² / 2 where kept, exactly 0 elsewhere, before coefficient and denominator.
+
+    target_T float[T] is gae's advantage plus the value then, held fixed.
+    Raises ValueError when lengths differ or a kept value is not finite.
+
+    >>> value_loss(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([True])).tolist()
+    [2.0]
+    """
+    _same_length(value=value_T, target=target_T, keep=keep_T)
+    _refuse_non_finite(keep_T, value=value_T, target=target_T)
+    return torch.where(keep_T, value_T - target_T.detach(), 0.0).square() / 2
 
 
 def policy_loss(loss_T: Tensor, keep_T: Tensor, denominator: Tensor | float) -> Tensor:
@@ -468,7 +728,7 @@ def kl(kind: str, logp_T: Tensor, reference_T: Tensor, trained_T: Tensor | None 
       k1  −log r             unbiased value, can be negative; as a loss its expected gradient is 0, not the KL's
       k2  (log r)² / 2       biased value; as a loss its expected gradient is the KL's
       k3  r − 1 − log r      unbiased value, never negative; as a loss its gradient is that of KL(reference ‖ policy)
-    So k1 and k3 belong inside the reward, k2 in the loss; the caller chooses. trained_T None: every token is trained.
+    So k1 and k3 belong inside the reward, k2 in the loss. trained_T None: every token is trained.
     Raises ValueError for an unknown kind, lengths that differ, or a value that is not finite where trained.
 
     >>> round(kl("k3", torch.tensor([-1.0]), torch.tensor([-1.5])).item(), 4)
@@ -480,6 +740,20 @@ def kl(kind: str, logp_T: Tensor, reference_T: Tensor, trained_T: Tensor | None 
     _refuse_non_finite(trained_T, logp=logp_T, reference=reference_T)
     log_r_T = torch.where(trained_T, reference_T - logp_T, 0.0)
     return {"k1": lambda: -log_r_T, "k2": lambda: log_r_T.square() / 2, "k3": lambda: log_r_T.expm1() - log_r_T}[kind]()
+
+
+def adapt_kl(coefficient: float, observed: float, target: float) -> float:
+    """The next KL coefficient: β (1 + 0.1 · clip(observed / target − 1, −0.2, 0.2)), once a step.
+
+    Ziegler et al. 2019, arXiv 1909.08593, section 2.2, with their K_β = 0.1; observed and target in nats per token
+    (there per sample). Raises ValueError unless observed is finite and target positive.
+
+    >>> round(adapt_kl(0.5, observed=0.3, target=0.1), 4), round(adapt_kl(0.5, observed=0.1, target=0.1), 4)
+    (0.51, 0.5)
+    """
+    if not (math.isfinite(observed) and target > 0):
+        raise ValueError(f"observed KL {observed} must be finite, its target {target} positive")
+    return coefficient * (1 + 0.1 * min(0.2, max(-0.2, observed / target - 1)))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -509,7 +783,8 @@ def mismatch(log_ratio_T: Tensor, trained_T: Tensor) -> dict[str, float]:
 def gate_metrics(decision: Decision, log_ratio_T: Tensor, lag_T: Tensor, rollout_T: Tensor) -> dict[str, float]:
     """What the gate did, over the trained tokens (masked ones are no part of any share).
 
-    kept, ratio_low, ratio_high, stale  share of trained tokens with that reason; they sum to 1
+    kept, ratio_low, ratio_high, stale, divergence  share of trained tokens with that reason; they sum to 1
+    gated                               1 − kept
     rollouts_gated                      share of rollouts with trained tokens of which none is kept
     ess                                 (Σw)² / (n Σw²) over the n kept tokens, 1 when all weights are equal
                                         (Kish 1965); it measures survivors, so read it beside `kept`
@@ -527,11 +802,11 @@ def gate_metrics(decision: Decision, log_ratio_T: Tensor, lag_T: Tensor, rollout
     _same_length(keep=decision.keep_T, log_ratio=log_ratio_T, lag=lag_T, rollout=rollout_T)
     trained_T = decision.reason_T != MASKED
     reason = decision.reason_T[trained_T]
-    shares = {REASONS[i]: float((reason == i).double().mean()) for i in (KEPT, RATIO_LOW, RATIO_HIGH, STALE)}
+    shares = {name: float((reason == i).double().mean()) for i, name in enumerate(REASONS) if i != MASKED}
     rollouts, survivors = (len(rollout_T[mask_T].unique()) for mask_T in (trained_T, decision.keep_T))
     weight = decision.weight_T[decision.keep_T].double()
     ratio = log_ratio_T.detach()[trained_T].double().exp().sort().values
-    return {**shares, "rollouts_gated": 1 - survivors / rollouts if rollouts else math.nan,
+    return {**shares, "gated": 1 - shares["kept"], "rollouts_gated": 1 - survivors / rollouts if rollouts else math.nan,
             "ess": float(weight.sum().square() / (len(weight) * weight.square().sum())),
             "ratio_p01": _percentile(ratio, 1), "ratio_p50": _percentile(ratio, 50),
             "ratio_p99": _percentile(ratio, 99), "ratio_max": _percentile(ratio, 100),
