@@ -12,10 +12,11 @@ Read ``train`` first: it is the algorithm. Everything above it is a part it name
   shutdown   after the last step rank 0 closes the ledger, evaluates, and tells the nodes to end
 
 Departures from the usual: the batch is scored once without gradient before the first backward, because the gate
-decides over whole rollouts and the loss has one global denominator, known before any gradient is taken.
+decides over whole rollouts and the loss has one global denominator, known before any gradient is taken. A step is one
+batch, and one version, however many mini-batches (optimizer steps) it is divided into.
 
-Legend: T tokens of a packed micro-batch, S sampled tokens (of a micro-batch, or of a rank's whole batch),
-N rollouts of a batch, D hidden size, V vocabulary, L mixture-of-experts layers, K experts per token.
+Legend: T tokens of a packed micro-batch, S sampled tokens (of a micro-batch, or of a rank's whole batch), N rollouts
+of a batch, C calls of a rollout, D hidden size, V vocabulary, L mixture-of-experts layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import os
 import random
 import signal
@@ -30,8 +32,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -54,8 +56,9 @@ from loopback import TRAINABLE, Row, unpack_rows
 
 log = logging.getLogger("rl")
 
-COUNTED = ("rollout/status/", "rollout/reprefilled", "identity/closing", "identity/turns", "identity/overridden",
-           "identity/route_conflicts", "identity/echo", "identity/retries", "identity/disconnects")  # fmt: skip
+COUNTED = ("rollout/status/", "rollout/groups_dropped/", "rollout/reprefilled", "identity/closing", "identity/turns",
+           "identity/overridden", "identity/route_conflicts", "identity/echo", "identity/retries",
+           "identity/disconnects")  # fmt: skip
 """Meters of a node that count; the others are means."""
 
 
@@ -87,13 +90,34 @@ class TrainConfig:
     beta2: float = flag(0.95, "AdamW's second beta")
     weight_decay: float = flag(0.0, "AdamW's weight decay")
     grad_clip: float = flag(1.0, "largest gradient norm")
-    advantage: str = flag("grpo", "reinforce, reinforce_baseline, rloo, grpo or dr_grpo")
-    gate: str = flag("tis", "a preset of gate.py, or level:mode:low:high (such as geo:mask:0.5:2)")
-    surrogate: str = flag("reinforce", "reinforce or ppo")
-    clip_low: float = flag(0.2, "ppo: the ratio is clipped below 1 - clip_low")
-    clip_high: float = flag(0.28, "ppo: the ratio is clipped above 1 + clip_high")
+    advantage: str = flag(
+        "grpo", "reinforce, reinforce_baseline, rloo, grpo, dr_grpo, gae (with a value head) or on_policy_distill"
+    )
+    turn_rewards: bool = flag(False, "credit each call with its own reward and later ones, not the rollout's sum")
+    discount: float = flag(1.0, "turn_rewards, gae: factor on rewards per call that lies between")
+    gae_lambda: float = flag(0.95, "gae: its lambda, per token")
+    value_coef: float = flag(0.5, "gae: weight of the value head's squared error in the loss")
+    whiten: bool = flag(False, "bring the batch's trained tokens to mean advantage 0 and deviation 1")
+    overlong_limit: int = flag(0, "sampled tokens at which a rollout's reward has lost overlong_penalty; 0: no limit")
+    overlong_buffer: int = flag(0, "tokens before overlong_limit over which the penalty grows from 0")
+    overlong_penalty: float = flag(1.0, "the largest penalty for length")
+    gate: str = flag(
+        "tis", "a preset of gate.py, or level:mode:low:high (such as geo:mask:0.5:2), with :kl, :tv or :rollout behind"
+    )
+    surrogate: str = flag("reinforce", "reinforce, ppo, gspo or cispo")
+    clip_low: float = flag(0.2, "ppo, gspo, cispo: the ratio is clipped below 1 - clip_low")
+    clip_high: float = flag(0.28, "ppo, gspo, cispo: the ratio is clipped above 1 + clip_high")
+    dual_clip: float = flag(0.0, "ppo, gspo: where the advantage is negative the ratio is clipped above this; 0: never")
+    minibatches: int = flag(1, "optimizer steps per batch, each on its share of the rollouts")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus, per token")
+    ref_model: str = flag("", "folder of a frozen model to compare with: a KL reference, or the teacher")
+    kl_coef: float = flag(0.0, "weight of the KL to ref_model; 0: it is measured only")
+    kl_estimator: str = flag("k2", "k1, k2 or k3 (see gate.kl): k2 is the one for the loss, k1 the one for the reward")
+    kl_as: str = flag("loss", "where the KL enters: loss or reward")
+    kl_target: float = flag(0.0, "nats per token at which kl_coef is steered to hold the KL; 0: kl_coef is fixed")
+    distill_coef: float = flag(1.0, "on_policy_distill: factor of the advantage")
     denominator: str = flag("token", "what the loss is divided by: token, rollout, group or constant")
-    denominator_constant: float = flag(1.0, "the divisor where denominator is constant")
+    denominator_constant: float = flag(1.0, "the divisor where denominator is constant, of each mini-batch")
     max_lag: int = flag(0, "largest lag of a token at consumption; must equal the rollout nodes'")
     token_budget: int = flag(1024, "tokens of one packed micro-batch")
     head_chunk: int = flag(2048, "sampled positions whose logits exist at once")
@@ -109,17 +133,24 @@ class TrainConfig:
 
 
 def read_gate(text: str) -> dict:
-    """``--gate`` as gate.gate's arguments: a preset's name or level:mode:low:high."""
+    """``--gate`` as gate.gate's arguments: a preset's name or level:mode:low:high[:kl|tv|rollout]."""
     if ":" not in text:
         return gate.preset(text)
-    parts = text.split(":")
-    if len(parts) != 4:
-        raise ValueError(f"--gate {text!r} must be a preset or level:mode:low:high")
+    level, mode, *band = text.split(":")
+    more = {"kl": {"statistic": "kl"}, "tv": {"statistic": "tv"}, "rollout": {"weight": "rollout"}, "": {}}
     try:
-        low, high = float(parts[2]), float(parts[3])
-    except ValueError:
-        raise ValueError(f"--gate {text!r}: level:mode:low:high needs numbers for low and high") from None
-    return {"level": parts[0], "mode": parts[1], "low": low, "high": high}
+        low, high, option = [*band, ""] if len(band) == 2 else band
+        return {"level": level, "mode": mode, "low": float(low), "high": float(high)} | more[option]
+    except (ValueError, KeyError):
+        raise ValueError(
+            f"--gate {text!r} must be a preset or level:mode:low:high, low and high numbers, "
+            "with :kl, :tv or :rollout behind it or nothing"
+        ) from None
+
+
+LEAST = (("steps", 1), ("token_budget", 2), ("head_chunk", 1), ("minibatches", 1), ("max_lag", 0), ("kl_coef", 0),
+         ("kl_target", 0), ("overlong_limit", 0), ("dual_clip", 0), ("value_coef", 0))  # fmt: skip
+"""The smallest value of a field."""
 
 
 def validate(cfg: TrainConfig) -> None:
@@ -128,37 +159,80 @@ def validate(cfg: TrainConfig) -> None:
         raise ValueError(f"--model {cfg.model!r} holds no config.json; give a model folder (tools/toy.py builds one)")
     if not cfg.out:
         raise ValueError("--out is empty; name the run's folder")
-    if cfg.device not in ("cpu", "cuda"):
-        raise ValueError(f"--device {cfg.device!r} must be cpu or cuda")
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU; use --device cpu, or install the GPU requirements")
-    if cfg.steps < 1 or cfg.token_budget < 2 or cfg.head_chunk < 1:
-        raise ValueError(
-            f"--steps {cfg.steps}, --token_budget {cfg.token_budget}, --head_chunk {cfg.head_chunk} must be positive"
-        )
     for name, known in (
+        ("device", ("cpu", "cuda")),
+        ("dtype", ("float32", "bfloat16", "float16")),
         ("advantage", gate.ADVANTAGES),
         ("surrogate", gate.SURROGATES),
         ("denominator", gate.DENOMINATORS),
+        ("kl_estimator", gate.KLS),
+        ("kl_as", ("loss", "reward")),
     ):
         if vars(cfg)[name] not in known:
             raise ValueError(f"--{name} {vars(cfg)[name]!r} must be one of {', '.join(known)}")
-    if cfg.dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype {cfg.dtype!r} must be float32, bfloat16 or float16")
+    for name, least in LEAST:
+        if not vars(cfg)[name] >= least:  # nor NaN
+            raise ValueError(f"--{name} {vars(cfg)[name]} must be {least} or more")
     if cfg.denominator == "constant" and not cfg.denominator_constant > 0:
         raise ValueError(f"--denominator_constant {cfg.denominator_constant} must be positive")
-    if cfg.max_lag < 0:
-        raise ValueError(f"--max_lag {cfg.max_lag} must be 0 (synchronous) or more")
-    chosen, none = read_gate(cfg.gate), torch.zeros(0)
-    gate.gate(**chosen, log_ratio_T=none, rollout_T=none.long(), trained_T=none.bool())  # refuses a bad level or band
-    if cfg.max_lag > 0 and chosen["level"] == "off":
-        raise ValueError(
-            f"--max_lag {cfg.max_lag} trains on old samples, which --gate off does not correct; use --gate tis"
-        )
+    validate_loss(cfg)
     if not os.environ.get("INSTAR_SECRET"):
         raise ValueError(
             "INSTAR_SECRET is not set; export the same random string for the trainer and every rollout node"
         )
+
+
+def validate_loss(cfg: TrainConfig) -> None:
+    """Refuse settings of the loss that gate.py refuses, that bend the gradient unseen, or that would do nothing."""
+    chosen, none, by_token = read_gate(cfg.gate), torch.zeros(0), cfg.advantage in ("gae", "on_policy_distill")
+    index = none.long()
+    gate.gate(**chosen, log_ratio_T=none, rollout_T=index, trained_T=none.bool(), behaviour_T=none)
+    gate.surrogate(cfg.surrogate, none, none, none, none, *clips(cfg), none)
+    gate.gae(none, none, index, index, none.bool(), cfg.discount, cfg.gae_lambda)
+    if cfg.overlong_limit:
+        gate.overlong(none, cfg.overlong_limit, cfg.overlong_buffer)
+    if cfg.ref_model:
+        same_tokens(cfg.model, cfg.ref_model)
+    for wrong, why in (
+        (cfg.max_lag > 0 and chosen["level"] == "off",
+         f"--max_lag {cfg.max_lag} trains on old samples, which --gate off does not correct; use --gate tis"),
+        (cfg.minibatches > 1 and cfg.surrogate == "reinforce",
+         f"--minibatches {cfg.minibatches} trains on samples of before the step's earlier mini-batches, which "
+         "--surrogate reinforce does not correct; use ppo, gspo or cispo"),
+        (cfg.discount != 1 and not (cfg.turn_rewards or cfg.advantage == "gae"),
+         f"--discount {cfg.discount} does nothing without --turn_rewards True or --advantage gae"),
+        (cfg.turn_rewards and by_token,
+         f"--turn_rewards does nothing for --advantage {cfg.advantage}; leave it out"),
+        (cfg.advantage == "on_policy_distill" and (cfg.overlong_limit or (cfg.kl_coef and cfg.kl_as == "reward")),
+         "--advantage on_policy_distill ignores rewards, so nothing can be added to them; "
+         "leave out --overlong_limit and --kl_as reward"),
+        (not cfg.ref_model and (cfg.kl_coef or cfg.advantage == "on_policy_distill"),
+         f"--kl_coef {cfg.kl_coef}, --advantage {cfg.advantage}: no model to compare with; give --ref_model"),
+        (cfg.kl_coef and cfg.kl_as == "loss" and cfg.kl_estimator == "k1",
+         "--kl_estimator k1 in the loss has an expected gradient of 0; use k2, or --kl_as reward"),
+        (cfg.kl_target and not cfg.kl_coef,
+         f"--kl_target {cfg.kl_target} steers --kl_coef, which is 0; give one to start from"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(why)
+
+
+def clips(cfg: TrainConfig) -> tuple[float, float, float]:
+    """gate.surrogate's three bounds."""
+    return cfg.clip_low, cfg.clip_high, cfg.dual_clip or math.inf
+
+
+def same_tokens(model: str, ref_model: str) -> None:
+    """Raise ``ValueError`` unless both models mean the same by every token id."""
+    if not (Path(ref_model) / "config.json").is_file():
+        raise ValueError(f"--ref_model {ref_model!r} holds no config.json; give a model folder")
+    ours, theirs = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (model, ref_model))
+    if ours != theirs:
+        token = next(iter({*ours.items()} ^ {*theirs.items()}))
+        raise ValueError(f"--ref_model {ref_model} has another vocabulary than {model} (first at {token}); "
+                         "log-probs of the same ids would be of other tokens")  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------- ranks
@@ -316,15 +390,28 @@ def add_ledger(total: dict, part: dict) -> None:
 # --------------------------------------------------------------------------------------------------- policy
 
 
-class Policy(nn.Module):
-    """The model under FSDP2, and the only forward the trainer has: log-probs of chosen tokens of packed rows."""
+class Scored(NamedTuple):
+    """What a model says of sampled tokens, ``[S]`` each: nats, nats, and reward (0 without a value head)."""
 
-    def __init__(self, cfg: TrainConfig):
+    logp_S: torch.Tensor
+    entropy_S: torch.Tensor
+    value_S: torch.Tensor
+
+
+class Policy(nn.Module):
+    """The model under FSDP2, and the only forward the trainer has: log-probs of chosen tokens of packed rows.
+
+    ``--advantage gae`` adds a value head: one linear map of the last hidden state, 0 at the start, sent to no engine.
+    """
+
+    def __init__(self, cfg: TrainConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(
-            cfg.model, dtype=torch.float32, attn_implementation=cfg.attention
-        )
-        self.head_chunk = cfg.head_chunk
+        self.model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype, attn_implementation=cfg.attention)
+        self.head_chunk, self.value_head = cfg.head_chunk, None
+        if cfg.advantage == "gae":
+            self.value_head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
         if cfg.checkpoint_activations:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.train()
@@ -336,8 +423,8 @@ class Policy(nn.Module):
         before_S: torch.Tensor,
         target_S: torch.Tensor,
         temperature_S: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob and entropy ``[S]`` of ``target_S`` after positions ``before_S``, at each row's temperature.
+    ) -> Scored:
+        """Log-prob, entropy and value of ``target_S`` after positions ``before_S``, at each row's temperature.
 
         Positions restart at 0 where a row starts, and there is no attention mask: that is how transformers knows
         packed rows from one long one (an all-ones mask would join them).
@@ -348,12 +435,14 @@ class Policy(nn.Module):
             checkpoint(self.head, *chunk, use_reentrant=False)
             for chunk in zip(*(x.split(self.head_chunk) for x in (hidden_SD, target_S, temperature_S)), strict=True)
         ]
-        return torch.cat([logp for logp, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
+        return Scored(*map(torch.cat, zip(*pieces, strict=True)))
 
     def head(self, hidden_SD: torch.Tensor, target_S: torch.Tensor, temperature_S: torch.Tensor):
         """The head on one chunk; its logits die with the chunk and are computed again in the backward pass."""
         logits_SV = self.model.get_output_embeddings()(hidden_SD)
-        return gate.token_logprobs(logits_SV, target_S, temperature_S)
+        logp_S, entropy_S = gate.token_logprobs(logits_SV, target_S, temperature_S)
+        value_S = self.value_head(hidden_SD)[:, 0].to(logp_S) if self.value_head else torch.zeros_like(logp_S)
+        return logp_S, entropy_S, value_S
 
 
 def shard(policy: Policy, cfg: TrainConfig, ranks: Ranks) -> Policy:
@@ -370,6 +459,14 @@ def shard(policy: Policy, cfg: TrainConfig, ranks: Ranks) -> Policy:
         if type(module).__name__ in policy.model._no_split_modules:
             fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
     return fully_shard(policy, mesh=ranks.mesh, mp_policy=mixed, reshard_after_forward=True)
+
+
+def make_reference(cfg: TrainConfig, ranks: Ranks) -> Policy | None:
+    """The frozen model of ``--ref_model``, sharded like the policy; its own routers choose its experts."""
+    if not cfg.ref_model:
+        return None
+    frozen = replace(cfg, model=cfg.ref_model, advantage="reinforce")
+    return shard(Policy(frozen, vars(torch)[cfg.dtype]).requires_grad_(False), frozen, ranks)
 
 
 def make_replay(policy: Policy, cfg: TrainConfig, device: torch.device) -> moe_replay.RouteReplay | None:
@@ -399,9 +496,12 @@ class MicroBatch:
     version_S: torch.Tensor
     rollout_S: torch.Tensor
     """Index of the token's rollout in the manifest."""
+    call_S: torch.Tensor
+    """Number of the call that sampled it, within its rollout."""
     trained_S: torch.Tensor
     experts_LTK: torch.Tensor
     known_T: torch.Tensor
+    rows: list[Row]
 
 
 def bins(lengths: list[int], budget: int) -> list[list[int]]:
@@ -442,9 +542,11 @@ def pack(rows: list[tuple[Row, int]], device: torch.device) -> MicroBatch:
         behaviour_S=flat(lambda row, at, i: row.logprobs[at], torch.float32),
         version_S=flat(lambda row, at, i: row.versions[at], torch.int64),
         rollout_S=flat(lambda row, at, i: np.full(len(at), rows[i][1]), torch.int64),
+        call_S=flat(lambda row, at, i: row.call[at], torch.int64),
         trained_S=flat(lambda row, at, i: np.ones(len(at)), torch.bool),
         experts_LTK=experts_LTK,
         known_T=known_T,
+        rows=[row for row, _ in rows],
     )
 
 
@@ -459,22 +561,27 @@ def filler(device: torch.device, num_layers: int, counts: tuple[int, int] | None
     return batch
 
 
-def assign(rollouts: list[dict], world: int) -> list[list[int]]:
-    """Rollouts of each rank, balanced by tokens. All rows of a rollout go to one rank, so its gate is local."""
+def assign(rollouts: list[dict], world: int, minibatches: int = 1) -> list[list[int]]:
+    """Rollouts of each rank, each mini-batch (index modulo ``minibatches``) balanced by tokens.
+
+    All rows of a rollout go to one rank, so its gate is local.
+    """
     tokens = [sum(row["tokens"] for row in rollout["rows"]) for rollout in rollouts]
-    load, out = [0] * world, [[] for _ in range(world)]
-    for index in sorted(range(len(rollouts)), key=lambda index: -tokens[index]):
-        if tokens[index]:
-            rank = load.index(min(load))
-            load[rank] += tokens[index]
-            out[rank].append(index)
+    out = [[] for _ in range(world)]
+    for part in range(minibatches):
+        load = [0] * world
+        for index in sorted(range(part, len(rollouts), minibatches), key=lambda index: -tokens[index]):
+            if tokens[index]:
+                rank = load.index(min(load))
+                load[rank] += tokens[index]
+                out[rank].append(index)
     return out
 
 
 def fetch(manifest: dict, ranks: Ranks, nodes: Nodes) -> list[tuple[Row, int]]:
     """This rank's rows, each with the index of its rollout."""
     wanted: dict[str, dict[str, int]] = {}
-    for index in assign(manifest["rollouts"], ranks.world)[ranks.rank]:
+    for index in assign(manifest["rollouts"], ranks.world, nodes.cfg.minibatches)[ranks.rank]:
         rollout = manifest["rollouts"][index]
         wanted.setdefault(rollout["url"], {}).update({row["row_id"]: index for row in rollout["rows"]})
     fetched = []
@@ -488,12 +595,18 @@ def fetch(manifest: dict, ranks: Ranks, nodes: Nodes) -> list[tuple[Row, int]]:
     return fetched
 
 
+def mini_batches(rows: list[tuple[Row, int]], cfg: TrainConfig, ranks: Ranks, replay) -> list[list[MicroBatch]]:
+    """This rank's micro-batches of each mini-batch. A group's rollouts are spread over the mini-batches."""
+    parts = [[pair for pair in rows if pair[1] % cfg.minibatches == part] for part in range(cfg.minibatches)]
+    return [micro_batches(part, cfg, ranks, replay) for part in parts]
+
+
 def micro_batches(rows: list[tuple[Row, int]], cfg: TrainConfig, ranks: Ranks, replay) -> list[MicroBatch]:
     """This rank's rows in packed micro-batches, as many on every rank."""
     packed = [
         pack([rows[i] for i in some], ranks.device) for some in bins([len(row) for row, _ in rows], cfg.token_budget)
     ]
-    missing = ranks.most(len(packed)) - len(packed)
+    missing = max(1, ranks.most(len(packed))) - len(packed)
     layers, counts = (len(replay.routers), (replay.num_experts, replay.experts_per_token)) if replay else (0, None)
     return packed + [filler(ranks.device, layers, counts) for _ in range(missing)]
 
@@ -502,20 +615,20 @@ def micro_batches(rows: list[tuple[Row, int]], cfg: TrainConfig, ranks: Ranks, r
 
 
 def run(policy: Policy, batch: MicroBatch, replay, metered: bool = False):
-    """Log-probs and entropy of a micro-batch, and the context its backward pass must stay in."""
+    """The forward of a micro-batch, and the context its backward pass must stay in."""
     context = replay.use(batch.experts_LTK, batch.known_T, metered) if replay else nullcontext()
     return context, lambda: policy(batch.ids_T, batch.positions_T, batch.before_S, batch.target_S, batch.temperature_S)
 
 
 @torch.no_grad()
-def score(policy: Policy, batches: list[MicroBatch], replay) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of all sampled tokens of this rank under the current weights."""
+def score(policy: Policy, batches: list[MicroBatch], replay, metered: bool = False) -> Scored:
+    """What the policy says now of all sampled tokens of this rank."""
     scored = []
     for batch in batches:
-        context, forward = run(policy, batch, replay, metered=bool(batch.trained_S.any()))
+        context, forward = run(policy, batch, replay, metered and bool(batch.trained_S.any()))
         with context:
             scored.append(forward())
-    return torch.cat([logp for logp, _ in scored]), torch.cat([entropy for _, entropy in scored])
+    return Scored(*map(torch.cat, zip(*scored, strict=True)))
 
 
 class Batch(NamedTuple):
@@ -524,6 +637,7 @@ class Batch(NamedTuple):
     behaviour_S: torch.Tensor
     version_S: torch.Tensor
     rollout_S: torch.Tensor
+    call_S: torch.Tensor
     trained_S: torch.Tensor
 
     @classmethod
@@ -531,29 +645,147 @@ class Batch(NamedTuple):
         return cls(*(torch.cat([vars(batch)[name] for batch in batches]) for name in cls._fields))
 
 
-def backward(policy, batches, replay, cfg, ranks, decision, proximal_S, advantage_S, denominator) -> tuple[float, int]:
-    """Gradients of the whole batch. Returns this rank's part of the loss and its number of clipped tokens."""
-    loss_sum, clipped, start = 0.0, 0, 0
-    for batch in batches:
-        part = slice(start, start := start + len(batch.target_S))
+@contextmanager
+def named_rows(batches: list[MicroBatch]) -> Iterator[None]:
+    """gate.py knows a token's place in the batch; whoever reads its complaint needs the row and the place in it."""
+    try:
+        yield
+    except gate.TokenError as error:
+        left = error.position
+        for row in (row for batch in batches for row in batch.rows):
+            at = np.flatnonzero(row.sampled)
+            if left < len(at):
+                raise ValueError(f"row {row.row_id!r}, token {at[left]}: {error}") from error
+            left -= len(at)
+        raise
+
+
+# ------------------------------------------------------------------------------------------ rewards and credit
+
+
+class Credit(NamedTuple):
+    """What each sampled token of this rank is credited with, ``[S]``, and what its value should have been (gae)."""
+
+    advantage_S: torch.Tensor
+    target_S: torch.Tensor
+
+
+def assign_credit(cfg: TrainConfig, ranks: Ranks, rollouts: list[dict], batch: Batch, scored: Scored,
+                  reference_S: torch.Tensor, kl_coef: float) -> Credit:  # fmt: skip
+    """Rewards of the whole batch to advantages of this rank's tokens. A crash is not a reward of 0.
+
+    What a rule adds to the reward (length, KL) lies beside it in a table by rollout and call, alike on every rank.
+    """
+    valid_N = torch.tensor([rollout["status"] in TRAINABLE for rollout in rollouts])
+    calls_N = torch.tensor([len(rollout["rewards"]) for rollout in rollouts])
+    reward_NC = nn.utils.rnn.pad_sequence([torch.tensor(r["rewards"], dtype=torch.float64) for r in rollouts], True)
+    added_NC, place = torch.zeros_like(reward_NC), (batch.rollout_S, batch.call_S, batch.trained_S)
+    if cfg.overlong_limit:
+        length_N = torch.tensor([sum(row["sampled"] for row in rollout["rows"]) for rollout in rollouts])
+        penalty_N = cfg.overlong_penalty * gate.overlong(length_N, cfg.overlong_limit, cfg.overlong_buffer)
+        added_NC[valid_N, calls_N[valid_N] - 1] = penalty_N[valid_N]
+    kl_S = torch.zeros_like(scored.logp_S)
+    if cfg.kl_as == "reward":
+        kl_S = kl_coef * gate.kl(cfg.kl_estimator, scored.logp_S, reference_S, batch.trained_S)
+    if cfg.advantage == "on_policy_distill":
+        advantage_S = gate.distill(scored.logp_S, reference_S, batch.trained_S, cfg.distill_coef)
+    elif cfg.advantage == "gae":
+        reward_S = gate.token_rewards((reward_NC + added_NC).to(ranks.device), *place) - kl_S
+        advantage_S = gate.gae(reward_S, scored.value_S, *place, cfg.discount, cfg.gae_lambda)
+    else:
+        if cfg.kl_as == "reward":
+            cell_S = batch.rollout_S * reward_NC.shape[1] + batch.call_S
+            kl_of_cell = torch.zeros(reward_NC.numel(), dtype=torch.float64, device=ranks.device)
+            kl_of_cell.index_add_(0, cell_S, kl_S.double())
+            added_NC -= ranks.sum(kl_of_cell).view_as(added_NC)
+        gain = torch.tensor([rollout["reward"] for rollout in rollouts], dtype=torch.float64) + added_NC.sum(1)
+        if cfg.turn_rewards:
+            gain = gate.returns(reward_NC + added_NC, calls_N, cfg.discount)
+        advantage = gate.advantages(cfg.advantage, gain, groups_of(rollouts), valid_N).float().to(ranks.device)
+        advantage_S = gate.token_advantages(advantage, batch.rollout_S, batch.trained_S, batch.call_S)
+    target_S = advantage_S + scored.value_S
+    if cfg.whiten:
+        advantage_S = gate.whiten(advantage_S, batch.trained_S, ranks.concat(advantage_S[batch.trained_S]))
+    return Credit(advantage_S, target_S)
+
+
+def groups_of(rollouts: list[dict]) -> torch.Tensor:
+    """Each rollout's group, ``[N]``, numbered from 0."""
+    names = {name: index for index, name in enumerate(sorted({rollout["group"] for rollout in rollouts}))}
+    return torch.tensor([names[rollout["group"]] for rollout in rollouts])
+
+
+# --------------------------------------------------------------------------------------------------- gradients
+
+
+class Terms(NamedTuple):
+    """All that meets a token's log-prob on its way into the loss, ``[S]`` each."""
+
+    rollout_S: torch.Tensor
+    trained_S: torch.Tensor
+    proximal_S: torch.Tensor
+    reference_S: torch.Tensor
+    advantage_S: torch.Tensor
+    target_S: torch.Tensor
+    keep_S: torch.Tensor
+    weight_S: torch.Tensor
+    log_rho_S: torch.Tensor
+    """gspo: the rollout's mean of log(current / proximal)."""
+
+    def split(self, sizes: list[int]) -> list[Terms]:
+        return [Terms(*pieces) for pieces in zip(*(x_S.split(sizes) for x_S in self), strict=True)]
+
+
+def update(policy: Policy, optimizer, part: list[MicroBatch], terms: Terms, cfg: TrainConfig, ranks: Ranks, replay,
+           group_N: torch.Tensor, kl_coef: float, moved: bool) -> dict[str, float]:  # fmt: skip
+    """One optimizer step on one mini-batch, and what is logged of it. ``moved``: other weights scored it."""
+    denominator = global_denominator(cfg, ranks, terms.keep_S, terms.rollout_S, group_N)
+    if cfg.surrogate == "gspo" and moved:
+        with named_rows(part):
+            log_rho_S = gate.log_ratio(score(policy, part, replay).logp_S, terms.proximal_S, terms.trained_S)
+        terms = terms._replace(log_rho_S=gate.rollout_mean(log_rho_S, terms.rollout_S, terms.trained_S))
+    optimizer.zero_grad()
+    loss, clipped = 0.0, 0
+    for batch, mine in zip(part, terms.split([len(batch.target_S) for batch in part]), strict=True):
         context, forward = run(policy, batch, replay)
-        with context:
-            logp_S, _ = forward()
-            loss_S, clipped_S = gate.surrogate(
-                cfg.surrogate,
-                logp_S,
-                proximal_S[part],
-                advantage_S[part],
-                decision.weight_T[part],
-                cfg.clip_low,
-                cfg.clip_high,
-            )
-            loss = gate.policy_loss(loss_S, decision.keep_T[part], denominator)
+        with context, named_rows([batch]):
+            loss_S, clipped_S = token_loss(cfg, forward(), mine, kl_coef)
+            piece = gate.policy_loss(loss_S, mine.keep_S, denominator)
             # FSDP averages gradients over ranks; the denominator is already global.
-            (loss * ranks.world).backward()
-        loss_sum += float(loss.detach())
-        clipped += int((clipped_S & decision.keep_T[part]).sum())
-    return loss_sum, clipped
+            (piece * ranks.world).backward()
+        loss += float(piece.detach())
+        clipped += int((clipped_S & mine.keep_S).sum())
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip, error_if_nonfinite=True)
+    optimizer.step()
+    totals = ranks.sum(torch.tensor([loss, clipped, int(terms.keep_S.sum())]))
+    return {"loss": float(totals[0]), "grad_norm": float(full(grad_norm)), "denominator": float(denominator),
+            "clip_share": float(totals[1]) / max(1.0, float(totals[2]))}  # fmt: skip
+
+
+def token_loss(cfg: TrainConfig, scored: Scored, terms: Terms, kl_coef: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's loss before the denominator, ``[S]``, and where the surrogate's clip is active."""
+    loss_S, clipped_S = gate.surrogate(
+        cfg.surrogate, scored.logp_S, terms.proximal_S, terms.advantage_S, terms.weight_S, *clips(cfg), terms.log_rho_S
+    )
+    if cfg.entropy_coef:
+        loss_S = loss_S - cfg.entropy_coef * scored.entropy_S
+    if kl_coef and cfg.kl_as == "loss":
+        # Its expectation is over the policy's tokens, so the gate's weight corrects it as it does the surrogate.
+        kl_S = gate.kl(cfg.kl_estimator, scored.logp_S, terms.reference_S, terms.keep_S)
+        loss_S = loss_S + kl_coef * terms.weight_S * kl_S
+    if cfg.advantage == "gae":
+        loss_S = loss_S + cfg.value_coef * gate.value_loss(scored.value_S, terms.target_S, terms.keep_S)
+    return loss_S, clipped_S
+
+
+def global_denominator(cfg: TrainConfig, ranks: Ranks, keep_S, rollout_S, group_N: torch.Tensor) -> torch.Tensor:
+    """The one number a mini-batch's loss is divided by, over all ranks and micro-batches."""
+    group_S = group_N.to(ranks.device)[rollout_S]
+    kept_G = ranks.sum(gate.kept_per_group(keep_S, group_S, int(group_N.max()) + 1)).long().to(ranks.device)
+    local = gate.denominator(
+        cfg.denominator, keep_S, rollout_S, group_S, cfg.denominator_constant, kept_G=kept_G, world_size=ranks.world
+    )
+    return ranks.sum(local).to(ranks.device)
 
 
 # ---------------------------------------------------------------------------------------------- weight sync
@@ -678,7 +910,7 @@ class Syncer:
             batch = pack([(row, 0) for row in rows], self.ranks.device)
             context, forward = run(self.policy, batch, self.replay)
             with torch.no_grad(), context:
-                logp_S, _ = forward()
+                logp_S = forward().logp_S
             differences.append((logp_S - batch.behaviour_S).abs().max())
         worst = float(torch.stack(differences).max())  # Python's max would lose a NaN
         self.worst = max(self.worst, worst)
@@ -751,26 +983,47 @@ class Journal:
         """The metrics line, and one for people."""
         self.append("metrics.jsonl", m)
         if self.writes:
+            compared = f"kl {m['kl/k1']:.4f}  " if "kl/k1" in m else ""
             print(
-                f"step {m['step']:4d}  reward {m['reward']:.3f}  lag {m['gate/lag_mean']:.2f}  "
-                f"gated {1 - m['gate/kept']:6.1%}  mismatch {m['mismatch/mean']:.1e}  "
+                f"step {m['step']:4d}  reward {m['reward']:.3f}  {compared}lag {m['gate/lag_mean']:.2f}  "
+                f"gated {m['gate/gated']:6.1%}  mismatch {m['mismatch/mean']:.1e}  "
                 f"probe {m['sync/probe_max_abs_dlogp']:.1e}  {m['tokens_per_second']:6.0f} tok/s  "
                 f"generate {m['seconds/generate']:.2f} train {m['seconds/train']:.2f} sync {m['seconds/sync']:.2f} s",
                 flush=True,
             )
+            if m["rollout/truncated"] > 0.9:
+                log.warning("step %d: %.0f%% of the rollouts were truncated, so most rewards are of unfinished work; "
+                            "raise the limit that cuts them", m["step"], 100 * m["rollout/truncated"])  # fmt: skip
 
 
-def step_metrics(batch: Batch, decision, log_ratio_S, lag_S, entropy_S, ranks: Ranks, replay) -> dict:
-    """``gate/*``, ``mismatch/*``, ``replay/*`` over the tokens of all ranks."""
+def rollout_metrics(rollouts: list[dict]) -> dict[str, float]:
+    """Mean reward and share cut short of the rollouts that can be trained on; share of their tokens not trained."""
+    good = [rollout for rollout in rollouts if rollout["status"] in TRAINABLE]
+    rows = [row for rollout in rollouts for row in rollout["rows"]]
+    return {
+        "reward": sum(rollout["reward"] for rollout in good) / len(good),
+        "rollout/truncated": sum(rollout["status"] == "truncated" for rollout in good) / len(good),
+        "gate/masked": 1 - sum(row["sampled"] for row in rows) / sum(row["tokens"] for row in rows),
+    }
+
+
+def step_metrics(batch: Batch, decision, log_ratio_S, lag_S, scored: Scored, reference_S, target_S, cfg: TrainConfig,
+                 ranks: Ranks, replay) -> dict:  # fmt: skip
+    """``gate/*``, ``mismatch/*``, ``kl/*``, ``value/*``, ``replay/*`` over the tokens of all ranks."""
     local = (*decision, log_ratio_S, lag_S, batch.trained_S, batch.rollout_S)
     keep_S, weight_S, reason_S, log_ratio_S, lag_S, trained_S, rollout_S = map(ranks.concat, local)
-    entropy_S = ranks.concat(entropy_S)[trained_S]
-    metrics = {f"mismatch/{name}": value for name, value in gate.mismatch(log_ratio_S, trained_S).items()}
     merged = gate.Decision(keep_S, weight_S, reason_S)
-    metrics |= {
-        f"gate/{name}": value for name, value in gate.gate_metrics(merged, log_ratio_S, lag_S, rollout_S).items()
-    }
-    metrics["entropy"] = float(entropy_S.mean())
+    groups = {"mismatch": gate.mismatch(log_ratio_S, trained_S),
+              "gate": gate.gate_metrics(merged, log_ratio_S, lag_S, rollout_S)}  # fmt: skip
+    if cfg.ref_model:
+        log_ref_S = gate.log_ratio(reference_S, scored.logp_S, batch.trained_S)
+        groups["kl"] = gate.mismatch(ranks.concat(log_ref_S), trained_S)
+    if cfg.advantage == "gae":
+        value_s, target_s = (ranks.concat(x_S[batch.trained_S]).double() for x_S in (scored.value_S, target_S))
+        left = float((target_s - value_s).var() / target_s.var())
+        groups["value"] = {"mean": float(value_s.mean()), "explained_variance": 1 - left}
+    metrics = {f"{group}/{name}": value for group, found in groups.items() for name, value in found.items()}
+    metrics["entropy"] = float(ranks.concat(scored.entropy_S)[trained_S].mean())
     if replay:
         counts = ranks.sum(
             torch.cat([replay.agreed_L, torch.tensor([replay.replayed_rows, replay.live_rows]).double()])
@@ -803,6 +1056,9 @@ def save_model(policy: Policy, cfg: TrainConfig, ranks: Ranks, path: Path) -> No
 
 def check_nodes(states: list[dict], cfg: TrainConfig) -> None:
     """The nodes must run under the same bound as the trainer."""
+    if len({state["seed"] for state in states}) < len(states):
+        raise ValueError(f"rollout nodes have the seeds {[state['seed'] for state in states]}: two of them would play "
+                         "the same tasks with the same samples; start each with its own --seed")  # fmt: skip
     for state in states:
         if state["max_lag"] != cfg.max_lag or state["version"] != 0:
             raise ValueError(f"rollout node has max_lag {state['max_lag']} and version {state['version']}, "
@@ -834,10 +1090,10 @@ def train(cfg: TrainConfig) -> None:
     """The algorithm. Everything a token meets between its rollout and its gradient is called from here."""
     torch.manual_seed(cfg.seed)
     ranks, nodes = Ranks(cfg), Nodes(cfg)
-    policy = shard(Policy(cfg), cfg, ranks)
+    policy, reference = shard(Policy(cfg), cfg, ranks), make_reference(cfg, ranks)
     replay = make_replay(policy, cfg, ranks.device)
     optimizer, schedule = make_optimizer(policy, cfg)
-    chosen_gate, journal = read_gate(cfg.gate), Journal(cfg, ranks)
+    chosen_gate, kl_coef, journal = read_gate(cfg.gate), cfg.kl_coef, Journal(cfg, ranks)
     states = ranks.from_rank0(nodes.wait_ready)
     check_nodes(states, cfg)
     syncer = Syncer(cfg, ranks, nodes, policy, replay, [state["workers"] for state in states])
@@ -858,38 +1114,40 @@ def train(cfg: TrainConfig) -> None:
         clock = time.monotonic()
         manifest = ranks.from_rank0(lambda version=version: nodes.manifest(version))
         rollouts = manifest["rollouts"]
-        batches = micro_batches(fetch(manifest, ranks, nodes), cfg, ranks, replay)
+        parts = mini_batches(fetch(manifest, ranks, nodes), cfg, ranks, replay)
+        micro = [one for part in parts for one in part]
+        batch = Batch.of(micro)
         generated = time.monotonic()
 
-        # Rewards to advantages, over rollouts; a crash is not a reward of 0.
-        valid_N = torch.tensor([rollout["status"] in TRAINABLE for rollout in rollouts])
-        reward_N = torch.tensor([rollout["reward"] for rollout in rollouts], dtype=torch.float64)
-        groups = {name: index for index, name in enumerate(sorted({rollout["group"] for rollout in rollouts}))}
-        group_N = torch.tensor([groups[rollout["group"]] for rollout in rollouts])
-        advantage_N = gate.advantages(cfg.advantage, reward_N, group_N, valid_N).float().to(ranks.device)
+        # What the policy says of every sampled token now, and the reference (without one: the policy itself).
+        scored = score(policy, micro, replay, metered=True)
+        reference_S = score(reference, micro, None).logp_S if reference else scored.logp_S
 
-        # The gate: which tokens are trained, and with what weight.
-        batch = Batch.of(batches)
-        proximal_S, entropy_S = score(policy, batches, replay)
-        log_ratio_S = gate.log_ratio(proximal_S, batch.behaviour_S, batch.trained_S)
-        lag_S = gate.lag(batch.version_S, version, batch.trained_S)
-        decision = gate.gate(
-            **chosen_gate, log_ratio_T=log_ratio_S, rollout_T=batch.rollout_S, trained_T=batch.trained_S,
-            lag_T=lag_S, max_lag=cfg.max_lag,
-        )  # fmt: skip
-        advantage_S = gate.token_advantages(advantage_N, batch.rollout_S, batch.trained_S)
-        denominator = global_denominator(cfg, ranks, decision, batch, group_N)
+        with named_rows(micro):
+            # Rewards to advantages, over rollouts.
+            credit = assign_credit(cfg, ranks, rollouts, batch, scored, reference_S, kl_coef)
+
+            # The gate: which tokens are trained, and with what weight.
+            log_ratio_S = gate.log_ratio(scored.logp_S, batch.behaviour_S, batch.trained_S)
+            lag_S = gate.lag(batch.version_S, version, batch.trained_S)
+            decision = gate.gate(
+                **chosen_gate, log_ratio_T=log_ratio_S, rollout_T=batch.rollout_S, trained_T=batch.trained_S,
+                lag_T=lag_S, max_lag=cfg.max_lag, behaviour_T=batch.behaviour_S,
+            )  # fmt: skip
 
         # The ledger: every sampled token is accounted for before any of them multiplies a gradient.
         counts_RC = ranks.concat(reason_counts(decision, batch)).view(ranks.world, -1)
         listed = sum(row["sampled"] for rollout in rollouts for row in rollout["rows"])
         line = ledger_line(version + 1, manifest["ledger"], counts_RC, listed)
 
-        # Gradients, with the denominator known before the first of them.
-        optimizer.zero_grad()
-        loss, clipped = backward(policy, batches, replay, cfg, ranks, decision, proximal_S, advantage_S, denominator)
-        grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip, error_if_nonfinite=True)
-        optimizer.step()
+        # Gradients: an optimizer step for each mini-batch, whose denominator is known before its first gradient.
+        terms = Terms(batch.rollout_S, batch.trained_S, scored.logp_S, reference_S, *credit, decision.keep_T,
+                      decision.weight_T, torch.zeros_like(scored.logp_S))  # fmt: skip
+        sizes = [sum(len(one.target_S) for one in part) for part in parts]
+        updates = [
+            update(policy, optimizer, part, mine, cfg, ranks, replay, groups_of(rollouts), kl_coef, moved=index > 0)
+            for index, (part, mine) in enumerate(zip(parts, terms.split(sizes), strict=True))
+        ]
         schedule.step()
         trained = time.monotonic()
 
@@ -897,44 +1155,31 @@ def train(cfg: TrainConfig) -> None:
         probe_difference = syncer.sync(version + 1)
         synced = time.monotonic()
 
+        metrics = step_metrics(
+            batch, decision, log_ratio_S, lag_S, scored, reference_S, credit.target_S, cfg, ranks, replay
+        )
         journal.ledger(line)
         journal.step(
             {
                 "step": version + 1,
-                "reward": float(reward_N[valid_N].mean()),
-                "loss": float(ranks.sum(torch.tensor(loss))),
-                "grad_norm": float(full(grad_norm)),
+                **rollout_metrics(rollouts),
+                **{name: sum(one[name] for one in updates) / len(updates) for name in updates[0]},
                 "lr": schedule.get_last_lr()[0],
-                "denominator": float(denominator),
-                "clip_share": float(ranks.sum(torch.tensor(clipped))) / max(1, line["trained"]),
+                "kl/coef": kl_coef,
                 "sync/probe_max_abs_dlogp": probe_difference,
                 "tokens_per_second": listed / (synced - clock),
                 "seconds/generate": generated - clock,
                 "seconds/train": trained - generated,
                 "seconds/sync": synced - trained,
                 **manifest["meters"],
-                **step_metrics(batch, decision, log_ratio_S, lag_S, entropy_S, ranks, replay),
+                **metrics,
             }
         )
+        if cfg.kl_target:
+            kl_coef = gate.adapt_kl(kl_coef, metrics["kl/k1"], cfg.kl_target)
 
     seconds["train"] = time.monotonic() - train_began
     finish(cfg, ranks, nodes, journal, policy, syncer, reward_before, seconds)
-
-
-def global_denominator(cfg: TrainConfig, ranks: Ranks, decision, batch: Batch, group_N: torch.Tensor) -> torch.Tensor:
-    """The one number the loss is divided by, over all ranks and micro-batches."""
-    group_S = group_N.to(batch.rollout_S.device)[batch.rollout_S]
-    kept_G = ranks.sum(gate.kept_per_group(decision.keep_T, group_S, int(group_N.max()) + 1)).long().to(ranks.device)
-    local = gate.denominator(
-        cfg.denominator,
-        decision.keep_T,
-        batch.rollout_S,
-        group_S,
-        cfg.denominator_constant,
-        kept_G=kept_G,
-        world_size=ranks.world,
-    )
-    return ranks.sum(local).to(ranks.device)
 
 
 def reason_counts(decision, batch: Batch) -> torch.Tensor:

@@ -83,6 +83,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 import agents
+import gate
 import moe_replay
 from loopback import (
     TRAINABLE,
@@ -141,6 +142,7 @@ class RolloutConfig:
     tool_parser: str = flag("hermes", "name of vLLM's tool parser; empty: none")
     reasoning_parser: str = flag("", "name of vLLM's reasoning parser; empty: none")
     group_size: int = flag(8, "rollouts per task")
+    filter_groups: bool = flag(False, "replace groups whose rewards are all equal: they have no advantage")
     groups_per_step: int = flag(8, "groups the trainer consumes per optimizer step")
     max_lag: int = flag(0, "largest lag, in versions, of a token when it is consumed; 0: synchronous")
     steps: int = flag(0, "optimizer steps of the run: no group beyond them is started; 0: no limit")
@@ -167,6 +169,8 @@ def validate(cfg: RolloutConfig) -> None:
             raise ValueError(f"--{name} {vars(cfg)[name]} must be at least 1")
     if cfg.max_lag < 0:
         raise ValueError(f"--max_lag {cfg.max_lag} must be 0 (synchronous) or more")
+    if cfg.filter_groups and cfg.group_size < 2:
+        raise ValueError("--filter_groups with --group_size 1 would drop every group; leave it out")
     if cfg.temperature <= 0:
         raise ValueError(
             f"--temperature {cfg.temperature} must be above 0: greedy rollouts have no log-prob to train on"
@@ -273,8 +277,11 @@ if __name__ != "__mp_main__":
 # ------------------------------------------------------------------------------------------ engines and router
 
 
-def engine_args(cfg: RolloutConfig, moe: bool) -> AsyncEngineArgs:
-    """How every engine is started: processed log-probs, token ids in and out, routes when there are experts."""
+def engine_args(cfg: RolloutConfig, moe: bool, index: int) -> AsyncEngineArgs:
+    """How engine ``index`` is started: processed log-probs, token ids in and out, routes when there are experts.
+
+    Each engine has its own seed: two with one seed would sample the same answers to a group's shared prompt.
+    """
     return AsyncEngineArgs(
         model=cfg.model,
         dtype=cfg.dtype,
@@ -289,7 +296,7 @@ def engine_args(cfg: RolloutConfig, moe: bool) -> AsyncEngineArgs:
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend="nccl" if cfg.device == "cuda" else "gloo"),
         worker_extension_cls="rollout.WorkerExtension",
-        seed=cfg.seed,
+        seed=cfg.seed + 100_003 * index,
         disable_log_stats=True,
     )
 
@@ -309,7 +316,7 @@ def start_engines(cfg: RolloutConfig, moe: bool) -> list[AsyncLLM]:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cfg.kv_cache_gib))
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(index % os.cpu_count())
         log.info("starting engine %d of %d", index + 1, cfg.engines)
-        engines.append(AsyncLLM.from_engine_args(engine_args(cfg, moe)))
+        engines.append(AsyncLLM.from_engine_args(engine_args(cfg, moe, index)))
     return engines
 
 
@@ -512,6 +519,8 @@ class Rollout:
     task_id: str
     status: str
     reward: float
+    rewards: list[float]
+    """Of each call, by its number in the session; what an aborted call would have earned is 0."""
     rows: list[Row]
     sampled: int
     """Sampled tokens in ``rows``."""
@@ -601,12 +610,16 @@ class Player:
         """The status of a rollout whose agent returned. Raises ``ValueError`` for a result that is no result."""
         if not isinstance(result, agents.Result) or not math.isfinite(float(result.reward)):
             raise ValueError(f"run() must return a Result with a finite reward, got {result!r}")
-        result.reward = float(result.reward)
+        result.reward, result.rewards = float(result.reward), [float(reward) for reward in result.rewards]
         result.info = {name: float(value) for name, value in result.info.items()}
         if session.failure:
             return "engine_error"
         if not any(call.committed for call in session.calls):
             return "no_calls"
+        answered = sum(call.committed for call in session.calls)
+        if result.rewards and (len(result.rewards) != answered or not math.isclose(sum(result.rewards), result.reward)):
+            raise ValueError(f"Result.rewards {result.rewards} must hold one reward for each of {answered} answered "
+                             f"calls, and add up to the reward {result.reward}")  # fmt: skip
         return "truncated" if result.truncated else "ok"
 
     async def end(self, session: Session, reason: str) -> None:
@@ -626,7 +639,7 @@ class Player:
         """Turn an ended session into a ``Rollout``."""
         if status not in TRAINABLE:
             await self.end(session, status)
-            return Rollout(rollout_id, task.task_id, status, 0.0, [], 0, session, {}, seconds)
+            return Rollout(rollout_id, task.task_id, status, 0.0, [], [], 0, session, {}, seconds)
         await self.close(session)
         rows = session.rows(rollout_id, group_id, task.task_id)
         for row in rows:
@@ -634,7 +647,10 @@ class Player:
         self.ledger.dropped["disconnect"] += session.uncommitted
         self.live.discard(session)
         sampled = sum(int(row.sampled.sum()) for row in rows)
-        ended = Rollout(rollout_id, task.task_id, status, result.reward, rows, sampled, session, result.info, seconds)
+        rewards = by_call(session, result)
+        ended = Rollout(
+            rollout_id, task.task_id, status, result.reward, rewards, rows, sampled, session, result.info, seconds
+        )
         self.ended[rollout_id] = ended
         return ended
 
@@ -645,6 +661,16 @@ class Player:
         return rollouts
 
 
+def by_call(session: Session, result: agents.Result) -> list[float]:
+    """The rewards of a session's calls by number; without any by call, all of it goes to the last answered one."""
+    answered = [call.index for call in session.calls if call.committed]
+    rewards = [0.0] * (answered[-1] + 1)
+    given = result.rewards or [0.0] * (len(answered) - 1) + [result.reward]
+    for index, reward in zip(answered, given, strict=True):
+        rewards[index] = reward
+    return rewards
+
+
 class Scheduler:
     """Tasks become groups of rollouts, never more than the staleness bound allows."""
 
@@ -653,7 +679,9 @@ class Scheduler:
         self.ready: deque[Group] = deque()
         self.started = self.groups_dropped = 0
         self.barren = 0
-        """Groups dropped one after the other because none of their rollouts could be trained on."""
+        """Groups dropped one after the other."""
+        self.reasons: Counter[str] = Counter()
+        """Groups dropped since the last manifest."""
         self.changed = asyncio.Event()
         self.groups: set[asyncio.Task] = set()
         self.failure: BaseException | None = None
@@ -714,7 +742,8 @@ class Scheduler:
                 group.create_task(self.player.play(task, f"{group_id}-{index}", group_id, sampling, "train"))
                 for index in range(cfg.group_size)
             ]
-        self.ready.append(Group(group_id, self.player.release([play.result() for play in plays])))
+        self.ready.append(ended := Group(group_id, self.player.release([play.result() for play in plays])))
+        self.screen(ended)
 
     def collect(self) -> list[Group] | None:
         """``groups_per_step`` finished groups, oldest first, for the current version; None while there are too few.
@@ -725,10 +754,8 @@ class Scheduler:
         kept: list[Group] = []
         for group in sorted(self.ready, key=lambda group: group.group_id):
             self.drop_stale(group)
-            if any(rollout.status in TRAINABLE for rollout in group.rollouts):
+            if self.screen(group):
                 kept.append(group)
-            else:
-                self.drop(group)
         batch = kept[: self.cfg.groups_per_step]
         if len(batch) < self.cfg.groups_per_step:
             return None
@@ -737,18 +764,31 @@ class Scheduler:
         self.barren = 0
         return batch
 
-    def drop(self, group: Group) -> None:
-        """Give up a group without a trainable rollout; another takes its place. Raises when no group is any better."""
+    def screen(self, group: Group) -> bool:
+        """Whether the group is worth training on; if not it is dropped, and the scheduler starts another."""
+        rewards = [rollout.reward for rollout in group.rollouts if rollout.status in TRAINABLE]
+        reason = None if rewards else "none_trainable"
+        if rewards and self.cfg.filter_groups:
+            reason = gate.no_signal(torch.tensor(rewards, dtype=torch.float64))
+        if reason:
+            self.drop(group, reason)
+        else:
+            self.barren = 0
+        return not reason
+
+    def drop(self, group: Group, reason: str) -> None:
+        """Give up a group; another takes its place. Raises when no group is any better."""
         self.ready.remove(group)
+        self.ledger.dropped[reason] += sum(rollout.sampled for rollout in group.rollouts)
+        self.reasons[reason] += 1
         self.groups_dropped += 1
         self.barren += 1
         self.changed.set()
-        if self.barren > 4 * self.cfg.groups_per_step:
+        if self.barren > (32 if self.cfg.filter_groups else 4) * self.cfg.groups_per_step:
             statuses = dict(Counter(rollout.status for rollout in group.rollouts))
-            raise RuntimeError(
-                f"{self.barren} groups in a row had no rollout to train on, the last one {statuses}; "
-                "the first errors are in the rollout node's log"
-            )
+            raise RuntimeError(f"{self.barren} groups in a row taught nothing, the last one {statuses}, {reason}; see "
+                               "the rollout node's log for first errors, or give tasks that some rollouts solve and "
+                               "some do not")  # fmt: skip
 
     def drop_stale(self, group: Group) -> None:
         """Drop rollouts that are too old to train on."""
@@ -950,6 +990,7 @@ class Node:
                 "workers": self.cfg.engines * self.cfg.tensor_parallel,
                 "engine_seconds": self.engine_seconds,
                 "max_lag": self.cfg.max_lag,
+                "seed": self.cfg.seed,
             }
         )
 
@@ -982,8 +1023,10 @@ class Node:
         for rollout in good:
             info.update({f"rollout/{name}": value / len(good) for name, value in rollout.info.items()})
         statuses, self.player.statuses = self.player.statuses, Counter()
+        reasons, self.scheduler.reasons = self.scheduler.reasons, Counter()
         return {
             **{f"rollout/status/{status}": number for status, number in statuses.items()},
+            **{f"rollout/groups_dropped/{reason}": number for reason, number in reasons.items()},
             **info,
             "rollout/calls": sum(len(rollout.session.calls) for rollout in good) / len(good),
             "rollout/seconds": sum(rollout.seconds for rollout in good) / len(good),
@@ -1146,6 +1189,7 @@ def describe(group: Group) -> dict:
                 "task_id": rollout.task_id,
                 "status": rollout.status,
                 "reward": rollout.reward,
+                "rewards": rollout.rewards,
                 "rows": [
                     {"row_id": row.row_id, "tokens": len(row), "sampled": int(row.sampled.sum())}
                     for row in rollout.rows

@@ -42,6 +42,9 @@ class Result:
     """Messages to append to the conversation before the next turn (``Env`` only)."""
     reward: float = 0.0
     """Reward of this step; a rollout's reward is the sum over its steps."""
+    rewards: list[float] = field(default_factory=list)
+    """A rollout's reward call by call, one for each answered call in order (``Env`` fills it; a ``ChatAgent`` may).
+    Empty: all of it was earned by the last one."""
     terminated: bool = False
     """The task is over."""
     truncated: bool = False
@@ -119,9 +122,11 @@ class Env(AgentRunner):
             messages = await self.reset(task)
             for _ in range(self.max_turns):
                 reply = await ctx.chat(messages, self.tools)
+                total.rewards.append(0.0)
                 if reply.finish_reason == "length":
                     return total
                 result = await self.step(reply.message)
+                total.rewards[-1] = result.reward
                 total.reward += result.reward
                 total.info |= result.info
                 if result.terminated or result.truncated:

@@ -91,9 +91,16 @@ def test_rows_hold_exactly_what_the_engine_sampled(node):
             assert row.status == "ok"
         for rollout in manifest["rollouts"]:
             fails = int(rollout["task_id"].removeprefix("train-")) % 7 == 6
+            reward, even = rollout["reward"], int(rollout["task_id"].removeprefix("train-")) % 2 == 0
+            if rollout["rows"]:
+                assert rollout["rewards"] == ([0.25, 0.5, reward - 0.75] if even else [0.0, 0.0, reward])
             # Which rollouts are too old depends on how fast this machine samples; that they have no rows does not.
             assert rollout["status"] in ({"agent_error"} if fails else {"ok", "stale"})
             assert bool(rollout["rows"]) == (rollout["status"] == "ok")
+        # G16: the samples of a task are different ones.
+        for group in {row.group_id for row in rows}:
+            texts = [row.token_ids.tolist() for row in rows if row.group_id == group]
+            assert len({tuple(text) for text in texts}) == len(texts)
         sync(node)
 
 

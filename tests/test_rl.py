@@ -243,7 +243,7 @@ class ScriptedNodes:
 
     def wait_ready(self) -> list[dict]:
         state = {"ready": True, "max_lag": self.cfg.max_lag, "version": 0, "workers": 1, "engine_seconds": 0.0}
-        return [state, state]
+        return [state | {"seed": seed} for seed in (0, 1)]
 
     def health(self, url: str) -> dict:
         """What the engines count themselves: here all of it is the first node's."""
@@ -263,7 +263,13 @@ class ScriptedNodes:
             for n in self.steps[version].indices:
                 rows = [self.known[name] for name in self.row_ids(n)]
                 listed = [{"row_id": r.row_id, "tokens": len(r), "sampled": int(r.sampled.sum())} for r in rows]
-                rollout = {"rollout_id": f"r{n}", "status": PLANS[n].status, "reward": PLANS[n].reward, "rows": listed}
+                rollout = {
+                    "rollout_id": f"r{n}",
+                    "status": PLANS[n].status,
+                    "reward": PLANS[n].reward,
+                    "rows": listed,
+                    "rewards": [0.0] * (len(PLANS[n].lengths) - 1) + [PLANS[n].reward] if rows else [],
+                }
                 if PLANS[n].node == node:
                     groups.setdefault(PLANS[n].group, []).append(rollout)
             sampled = sum(r["sampled"] for group in groups.values() for rollout in group for r in rollout["rows"])
@@ -348,8 +354,8 @@ class ObservedSyncer(rl.Syncer):
 class EagerPolicy(rl.Policy):
     """torch has no grouped matrix product in float64; float32 runs use it as the trainer does."""
 
-    def __init__(self, cfg):
-        super().__init__(cfg)
+    def __init__(self, cfg, *args):
+        super().__init__(cfg, *args)
         if cfg.dtype == "float64":
             self.model.set_experts_implementation("eager")
 
@@ -563,7 +569,9 @@ def test_o9_a_chunked_head_has_the_same_gradient_and_bounds_the_logits(models, e
         heads.clear()
         monkeypatch.setattr(policy, "head_chunk", chunk)
         policy.zero_grad()
-        logp_S, entropy_S = policy(batch.ids_T, batch.positions_T, batch.before_S, batch.target_S, batch.temperature_S)
+        logp_S, entropy_S, _ = policy(
+            batch.ids_T, batch.positions_T, batch.before_S, batch.target_S, batch.temperature_S
+        )
         (logp_S * torch.linspace(-1, 1, len(logp_S))).sum().backward()
         return {name: p.grad.clone() for name, p in policy.named_parameters()}, logp_S.detach(), entropy_S.detach()
 
@@ -625,7 +633,7 @@ def test_a_rank_with_nothing_gets_fillers_that_train_nothing(policies, kind):
     assert len(batches) == 2
     batch = rl.Batch.of(batches)
     assert not batch.trained_S.any()
-    logp_S, _ = rl.score(policy, batches, replay)
+    logp_S = rl.score(policy, batches, replay).logp_S
     assert torch.isfinite(logp_S).all()
     decision = gate.gate("geo", "mask", 0.5, 2, gate.log_ratio(logp_S, batch.behaviour_S, batch.trained_S),
                          batch.rollout_S, batch.trained_S)  # fmt: skip
@@ -633,6 +641,61 @@ def test_a_rank_with_nothing_gets_fillers_that_train_nothing(policies, kind):
     if replay:
         for layer in batches[0].experts_LTK:
             assert len(layer.unique()) == layer.numel()
+
+
+def test_m11_a_reference_chooses_its_own_experts(models, policies, folder):
+    """Scored beside a policy whose routes are replayed, it gives what transformers gives without any."""
+    (_, rollouts), (policy, replay) = models["moe"], policies["moe"]
+    plain = AutoModelForCausalLM.from_pretrained(folder / "moe" / "model", dtype=torch.float32)
+    batch, row = rl.pack([(rollouts[5][0], 5)], CPU), rollouts[5][0]
+    reference = rl.Policy(config(folder, "moe", "unused"))
+    replayed_S = rl.score(policy, [batch], replay).logp_S
+    with torch.no_grad(), replay.use(batch.experts_LTK, batch.known_T, False):
+        own_S = rl.score(reference, [batch], None).logp_S
+    with torch.no_grad():
+        live_S = plain_logp(plain, replace(row, experts=row.experts[:, :0]))
+    torch.testing.assert_close(own_S, live_S, rtol=0, atol=1e-5, check_dtype=False)
+    assert (replayed_S - own_S).abs().max() > 0.1
+
+
+def test_a_token_that_breaks_a_law_is_named_by_its_row_and_its_place_there(models):
+    _, rollouts = models["dense"]
+    rows = [(rollouts[2][1], 2), (rollouts[8][0], 8), (rollouts[4][0], 4)]
+    batches = [rl.pack(rows[:2], CPU), rl.pack(rows[2:], CPU)]
+    batch = rl.Batch.of(batches)
+    counts = [int(row.sampled.sum()) for row, _ in rows]
+    for number, (row, _) in enumerate(rows):
+        logp_S = batch.behaviour_S.clone()
+        logp_S[sum(counts[:number]) + 1] = math.nan
+        place = np.flatnonzero(row.sampled)[1]
+        named = rf"row '{row.row_id}', token {place}: logp or .* logp=nan, behaviour=-"
+        with pytest.raises(ValueError, match=named), rl.named_rows(batches):
+            gate.log_ratio(logp_S, batch.behaviour_S, batch.trained_S)
+
+
+def test_g15_a_batch_that_is_nearly_all_cut_short_is_warned_of(caplog, capsys, tmp_path):
+    cfg = rl.TrainConfig(out=str(tmp_path))
+    journal = rl.Journal(cfg, ranks_of_one())
+    m = dict.fromkeys(("gate/lag_mean", "gate/gated", "mismatch/mean", "sync/probe_max_abs_dlogp", "tokens_per_second",
+                       "seconds/generate", "seconds/train", "seconds/sync"), 0.0)  # fmt: skip
+    for truncated, warned in ((18, False), (19, True)):
+        rows = [{"row_id": "r", "tokens": 4, "sampled": 1}]
+        rollouts = [{"status": "truncated" if n < truncated else "ok", "reward": 1.0, "rows": rows} for n in range(20)]
+        found = rl.rollout_metrics([*rollouts, {"status": "agent_error", "reward": 0.0, "rows": []}])
+        assert found == {"reward": 1.0, "rollout/truncated": truncated / 20, "gate/masked": 0.75}
+        caplog.clear()
+        journal.step({"step": 3} | m | found)
+        assert ("95% of the rollouts were truncated" in caplog.text) == warned
+
+
+def test_a_reference_of_another_vocabulary_is_refused(good, tmp_path):
+    other = toy.tokenizer()
+    other.add_tokens(["<|more|>"])
+    other.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((Path(good.model) / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"another vocabulary.*<\|more\|>"):
+        rl.validate(replace(good, ref_model=str(tmp_path)))
+    rl.validate(replace(good, ref_model=good.model, advantage="on_policy_distill"))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -849,14 +912,14 @@ def test_g1_half_precision_touches_neither_temperature_nor_master_weights(folder
 # ---------------------------------------------------------------------------------------------------------------
 
 NODE = {"sampled": 20, "pending_before": 3, "pending_after": 4, "dropped": {"stale": 2, "agent_error": 1}}
-COUNTS_RC = [[5, 1, 2, 0, 3], [4, 0, 0, 1, 0]]
+COUNTS_RC = [[5, 1, 2, 0, 3, 0], [3, 0, 0, 1, 0, 1]]
 """Two ranks' sampled tokens by ``gate.REASONS``: 16, so 20 + 3 = 16 + 3 + 4."""
 
 
 def test_a_balanced_ledger_line():
     line = rl.ledger_line(7, NODE, torch.tensor(COUNTS_RC), 16)
-    assert line["step"] == 7 and line["trained"] == 9 and line["masked"] == 1
-    assert line["gated"] == {"ratio_low": 2, "ratio_high": 1, "stale": 3}
+    assert line["step"] == 7 and line["trained"] == 8 and line["masked"] == 1
+    assert line["gated"] == {"ratio_low": 2, "ratio_high": 1, "stale": 3, "divergence": 1}
     assert [sum(rank.values()) for rank in line["ranks"]] == [11, 5]
     assert json.loads(json.dumps(line)) == line
 
@@ -936,19 +999,38 @@ REFUSALS = [
     ({"model": "nowhere/at/all"}, "nowhere/at/all", "give a model folder"),
     ({"model": ""}, "--model ''", "give a model folder"),
     ({"out": ""}, "--out", "name the run's folder"),
-    ({"device": "tpu"}, "'tpu'", "cpu or cuda"),
-    ({"steps": 0}, "--steps 0", "positive"),
-    ({"token_budget": 1}, "--token_budget 1", "positive"),
-    ({"head_chunk": 0}, "--head_chunk 0", "positive"),
+    ({"device": "tpu"}, "'tpu'", "one of cpu, cuda"),
+    ({"steps": 0}, "--steps 0", "1 or more"),
+    ({"token_budget": 1}, "--token_budget 1", "2 or more"),
+    ({"head_chunk": 0}, "--head_chunk 0", "1 or more"),
+    ({"minibatches": 0}, "--minibatches 0", "1 or more"),
+    ({"minibatches": 2}, "--minibatches 2", "use ppo, gspo or cispo"),
+    ({"kl_coef": -0.1, "ref_model": "x"}, "--kl_coef -0.1", "0 or more"),
+    ({"kl_coef": 0.1}, "--kl_coef 0.1", "give --ref_model"),
+    ({"advantage": "on_policy_distill"}, "on_policy_distill", "give --ref_model"),
+    ({"ref_model": "nowhere"}, "'nowhere'", "give a model folder"),
+    ({"kl_target": 0.1}, "--kl_target 0.1", "give one to start from"),
+    ({"kl_as": "penalty"}, "--kl_as 'penalty'", "loss, reward"),
+    ({"kl_estimator": "k4"}, "--kl_estimator 'k4'", "k1, k2, k3"),
+    ({"discount": 0.9}, "--discount 0.9", "--turn_rewards True or --advantage gae"),
+    ({"discount": 1.1, "turn_rewards": True}, "1.1", "0..1"),
+    ({"gae_lambda": -0.1}, "-0.1", "0..1"),
+    ({"turn_rewards": True, "advantage": "gae"}, "--advantage gae", "leave it out"),
+    ({"overlong_limit": 10}, "buffer 0", "1..10"),
+    ({"overlong_limit": 10, "overlong_buffer": 11}, "buffer 11", "1..10"),
+    ({"surrogate": "ppo", "clip_low": 1.5}, "clip_low=1.5", "need 0 <= clip_low <= 1"),
+    ({"surrogate": "ppo", "dual_clip": 1.1}, "dual_clip=1.1", "clip_high < dual_clip - 1"),
+    ({"gate": "token:mask:0:0.1:js"}, "token:mask:0:0.1:js", ":kl, :tv or :rollout"),
+    ({"gate": "token:mask:0.5:2:tv"}, "[0.5, 2.0]", "a band [0, high]".replace("[", r"\[")),
+    ({"gate": "token:mask:0.5:2:rollout"}, "'token'", "level seq or geo"),
     ({"advantage": "gae2"}, "--advantage 'gae2'", "rloo, grpo"),
     ({"surrogate": "gspo2"}, "--surrogate 'gspo2'", "reinforce, ppo"),
     ({"denominator": "row"}, "--denominator 'row'", "token, rollout, group, constant"),
     ({"gate": "tiss"}, "'tiss'", "icepop, seq_mask_tis"),
     ({"gate": "geo:mask:0.5"}, "--gate 'geo:mask:0.5'", "level:mode:low:high"),
     ({"gate": "off", "max_lag": 1}, "--max_lag 1", "use --gate tis"),
-    ({"gate": "geo:mask:half:2"}, "half", "--gate|level:mode:low:high"),
+    ({"gate": "geo:mask:half:2"}, "half", "low and high numbers"),
     ({"gate": "word:mask:0.5:2"}, "word", "off, token, seq, geo"),
-    ({"gate": "geo:clip:0.5:2"}, "clip", "use mask"),
     ({"gate": "geo:mask:2:0.5"}, "2", "low <= 1 <= high"),
     ({"dtype": "fp16"}, "fp16", "float32|bfloat16"),
     ({"max_lag": -1}, "-1", "max_lag"),
@@ -973,7 +1055,9 @@ def test_validate_refuses_to_start_without_a_secret(good, monkeypatch):
 
 
 @pytest.mark.parametrize("denominator", gate.DENOMINATORS)
-@pytest.mark.parametrize("chosen", [*gate.PRESETS, "geo:mask:0.5:2", "token:clip:0.5:2", "seq:mask:0:inf"])
+@pytest.mark.parametrize("chosen", [*gate.PRESETS, "geo:mask:0.5:2", "token:clip:0.5:2", "seq:mask:0:inf",
+                                    "seq:trunc:0:2", "token:mask:0:0.1:tv", "geo:mask:0:0.1:kl",
+                                    "seq:mask:0:inf:rollout"])  # fmt: skip
 def test_validate_accepts_what_works(good, chosen, denominator):
     rl.validate(replace(good, gate=chosen, denominator=denominator, max_lag=0))
     if chosen != "off":
@@ -983,7 +1067,9 @@ def test_validate_accepts_what_works(good, chosen, denominator):
 def test_read_gate():
     expected = {"level": "geo", "mode": "mask", "low": 0.25, "high": 4.0}
     assert rl.read_gate("geo:mask:0.25:4") == expected
-    assert rl.read_gate("tis") == gate.PRESETS["tis"]
+    assert rl.read_gate("geo:mask:0.25:4:rollout") == expected | {"weight": "rollout"}
+    assert rl.read_gate("geo:mask:0.25:4:tv") == expected | {"statistic": "tv"}
+    assert rl.read_gate("tis") == gate.PRESETS["tis"] and rl.read_gate("mis") == gate.PRESETS["mis"]
 
 
 def test_flags_are_the_fields_and_an_unknown_one_is_an_error():
@@ -997,10 +1083,12 @@ def test_flags_are_the_fields_and_an_unknown_one_is_an_error():
 
 @pytest.mark.parametrize("state", [{"max_lag": 2, "version": 0}, {"max_lag": 1, "version": 3}])
 def test_a_node_under_another_bound_or_version_is_refused(good, state):
-    agreed = {"max_lag": 1, "version": 0}
-    rl.check_nodes([agreed, agreed], good)
+    agreed = {"max_lag": 1, "version": 0, "seed": 0}
+    rl.check_nodes([agreed, agreed | {"seed": 1}], good)
     with pytest.raises(ValueError, match=rf"max_lag {state['max_lag']} and version {state['version']}.*same recipe"):
-        rl.check_nodes([agreed, state], good)
+        rl.check_nodes([agreed, state | {"seed": 1}], good)
+    with pytest.raises(ValueError, match=r"seeds \[0, 0\].*own --seed"):
+        rl.check_nodes([agreed, agreed], good)
 
 
 if __name__ == "__main__":

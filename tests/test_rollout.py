@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,7 +35,7 @@ def row(rollout_id: str, versions: list[int]) -> Row:
 
 def ended(rollout_id: str, versions: list[int], status: str = "ok") -> Rollout:
     rows = [row(rollout_id, versions)] if status == "ok" else []
-    return Rollout(rollout_id, "t", status, 1.0, rows, len(versions) if rows else 0, None, {}, 0.1)
+    return Rollout(rollout_id, "t", status, 1.0, [1.0], rows, len(versions) if rows else 0, None, {}, 0.1)
 
 
 # ------------------------------------------------------------------------------------------------ scheduler
@@ -121,6 +122,75 @@ def test_groups_that_all_fail_end_the_run_with_the_statuses():
         for number in range(99):
             scheduler.ready.append(Group(number, [ended(f"{number}-0", [0], "agent_error")]))
             assert scheduler.collect() is None
+
+
+GROUPS = {
+    "all_pass": [1.0, 1.0],
+    "all_fail": [0.0, 0.0],
+    "one_valid": [1.0, None],
+    "none_trainable": [None, None],
+    None: [1.0, 0.0],
+}
+"""Rewards of a group's rollouts, None for a crash, by the reason for which it is replaced."""
+
+
+def group_of(number: int, rewards: list) -> Group:
+    rollouts = [ended(f"{number}-{i}", [0], "agent_error" if r is None else "ok") for i, r in enumerate(rewards)]
+    for one, reward in zip(rollouts, rewards, strict=True):
+        one.reward = reward or 0.0
+    return Group(number, rollouts)
+
+
+def test_groups_without_signal_are_replaced_counted_and_their_tokens_dropped_when_asked():
+    groups = [group_of(number, rewards) for number, rewards in enumerate(GROUPS.values())]
+    scheduler = scheduler_with(groups, version=0, max_lag=0)
+    scheduler.cfg.filter_groups = True
+    assert scheduler.collect() is None and [group.group_id for group in scheduler.ready] == [4]
+    assert scheduler.reasons == Counter(dict.fromkeys(GROUPS, 1)) - Counter([None])
+    assert scheduler.ledger.dropped == Counter(all_pass=2, all_fail=2, one_valid=1)
+    assert (scheduler.submitted, scheduler.pending) == (1, 2)
+
+    kept = scheduler_with([group_of(n, rewards) for n, rewards in enumerate(GROUPS.values())], version=0, max_lag=0)
+    assert len(kept.collect()) == 3 and kept.reasons == Counter(none_trainable=1) and not kept.ledger.dropped.total()
+
+
+def test_a_group_without_signal_is_replaced_as_soon_as_it_ends():
+    """Not when the trainer next asks: until then the node would idle. One group with signal ends the search."""
+
+    async def scenario():
+        scheduler = scheduler_with([], version=0, max_lag=0)
+        scheduler.cfg.filter_groups, scheduler.started = True, 0
+
+        async def play(task, rollout_id, group_id, sampling, split):
+            one = ended(rollout_id, [0])
+            one.reward = float(group_id >= 7 and rollout_id.endswith("-0"))
+            return one
+
+        scheduler.player.play, scheduler.player.release = play, lambda rollouts: rollouts
+        scheduler.player.agent = SimpleNamespace(tasks=lambda split, seed: (agents.Task(str(n), {}) for n in count()))
+        loop = asyncio.create_task(scheduler.run())
+        for _ in range(200):
+            await asyncio.sleep(0)
+        loop.cancel()
+        return scheduler
+
+    scheduler = asyncio.run(scenario())
+    assert sorted(group.group_id for group in scheduler.ready) == [7, 8, 9]
+    assert scheduler.reasons == Counter(all_fail=7) and scheduler.barren == 0 and scheduler.started == 10
+
+
+def test_tasks_that_are_all_alike_right_or_wrong_end_the_run_with_a_remedy():
+    scheduler = scheduler_with([], version=0, max_lag=0)
+    scheduler.cfg.filter_groups = True
+    with pytest.raises(RuntimeError, match=r"97 groups in a row.*all_pass; .* give tasks that some rollouts solve"):
+        for number in range(999):
+            scheduler.ready.append(group_of(number, [1.0, 1.0]))
+            assert scheduler.collect() is None
+
+
+def test_g16_no_two_engines_and_no_two_runs_sample_from_one_seed():
+    seeds = [rollout.engine_args(config(seed=seed), False, i).seed for seed in range(3) for i in range(8)]
+    assert len(set(seeds)) == len(seeds)
 
 
 def test_a_fault_of_ours_in_a_group_ends_the_scheduler():
@@ -224,6 +294,8 @@ CASES = {
     "no result": (lambda ctx: returning(None), sample, "agent_error", 0.0, 0),
     "an agent that leaks its own task's cancellation": (lambda ctx: leak(ctx), sample, "agent_error", 0.0, 2),
     "an agent that exits": (lambda ctx: leave(ctx), sample, "agent_error", 0.0, 2),
+    "rewards by call that are too few": (lambda ctx: by_call(ctx, [0.5]), sample, "agent_error", 0.0, 4),
+    "rewards by call that add up otherwise": (lambda ctx: by_call(ctx, [0.5, 0.5]), sample, "agent_error", 0.0, 4),
     "info that is no number": (lambda ctx: words(ctx), sample, "agent_error", 0.0, 2),
     "a dead engine": (one_turn, dying_engine, "engine_error", 0.0, 0),
     "a dead engine whose error the agent swallows": (swallow, dying_engine, "engine_error", 0.0, 0),
@@ -240,6 +312,12 @@ async def leak(ctx):
 async def leave(ctx):
     await one_turn(ctx)
     raise SystemExit(0)
+
+
+async def by_call(ctx, rewards) -> agents.Result:
+    await one_turn(ctx)
+    await one_turn(ctx)
+    return agents.Result(reward=0.5, rewards=rewards)
 
 
 async def words(ctx) -> agents.Result:
@@ -294,6 +372,41 @@ def test_a_call_that_the_agent_left_running_is_stopped_and_counted():
     sampled, counted, dropped = asyncio.run(scenario())
     assert sampled == counted
     assert dropped["disconnect"] > 0
+
+
+@pytest.mark.parametrize(
+    "given,found", [([], [0.0, 0.0, 0.0, 1.5]), ([0.25, 1.25], [0.0, 0.25, 0.0, 1.25])], ids=["sum", "by call"]
+)
+def test_rewards_go_to_the_answered_calls(given, found):
+    """Calls 0 and 2 were aborted; without rewards by call, the last answered one earned all of it."""
+    session = SimpleNamespace(calls=[SimpleNamespace(index=i, committed=i in (1, 3)) for i in range(5)])
+    assert rollout.by_call(session, agents.Result(reward=1.5, rewards=given)) == found
+
+
+def test_an_env_says_what_each_of_its_turns_earned():
+    class Counting(agents.Env):
+        @classmethod
+        def tasks(cls, split, seed):
+            return []
+
+        async def reset(self, task):
+            self.turns = 0
+            return []
+
+        async def step(self, action):
+            self.turns += 1
+            return agents.Result(reward=self.turns / 4, terminated=self.turns == 3)
+
+    def context(longest):
+        async def chat(messages, tools):
+            cut = "length" if len(messages) > longest else "stop"
+            return SimpleNamespace(message={"role": "assistant", "content": ""}, finish_reason=cut)
+
+        return SimpleNamespace(chat=chat)
+
+    for longest, rewards in ((9, [0.25, 0.5, 0.75]), (1, [0.25, 0.5, 0.0])):
+        result = asyncio.run(Counting().run(agents.Task("t", {}), context(longest)))
+        assert result.rewards == rewards and result.reward == sum(rewards)
 
 
 @pytest.mark.parametrize("name", CASES)

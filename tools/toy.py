@@ -4,7 +4,9 @@ A short supervised phase teaches it skills first (chat turns, Hermes tool calls,
 most of them bad: it guesses the sum, writes calls that do not parse, forgets an argument. So what it can do is good
 and what it tends to do is not, which is what reinforcement learning mends, here in minutes on a CPU.
 
-``python -m tools.toy --out models/toy [--moe] [--seed 0] [--steps N]``
+``--teacher PATH`` also builds a larger one that knows the right habit only, to distil from.
+
+``python -m tools.toy --out models/toy [--moe] [--seed 0] [--steps N] [--teacher models/toy_teacher]``
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def untrained(moe: bool, seed: int) -> torch.nn.Module:
+def untrained(moe: bool, seed: int, large: bool = False) -> torch.nn.Module:
     """The model with random weights; the mixture of experts has about as many active parameters as the dense one."""
     torch.manual_seed(seed)
     shape = {
@@ -108,6 +110,8 @@ def untrained(moe: bool, seed: int) -> torch.nn.Module:
         "eos_token_id": END,
         "pad_token_id": PAD,
     }
+    if large:
+        shape |= {"hidden_size": 160, "num_hidden_layers": 4, "num_attention_heads": 5, "num_key_value_heads": 1}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
     config = Qwen3MoeConfig(**shape, **experts) if moe else Qwen3Config(**shape)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -173,13 +177,13 @@ def optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
-def teach(model: torch.nn.Module, tok: PreTrainedTokenizerFast, seed: int, steps: int) -> None:
-    """Skills for two thirds of the steps, then habits. Rate: a short warm-up, and a linear decay over the last half."""
+def teach(model: torch.nn.Module, tok: PreTrainedTokenizerFast, seed: int, steps: int, skill_steps: int) -> None:
+    """Skills for ``skill_steps``, then habits. Rate: a short warm-up, and a linear decay over the last half."""
     opts = optimizers(model)
     rate = lambda step: min((step + 1) / 20, 1.0, 2 * (steps - step) / steps)  # noqa: E731
     schedules = [torch.optim.lr_scheduler.LambdaLR(opt, rate) for opt in opts]
     began = said = time.monotonic()
-    for step, batch in enumerate(islice(habits(seed, steps * 2 // 3), steps)):
+    for step, batch in enumerate(islice(habits(seed, skill_steps), steps)):
         batch.sort(key=lambda messages: len(str(messages)))
         halves = [encode(tok, half) for half in (batch[: BATCH // 2], batch[BATCH // 2 :])]  # less padding
         count = sum(int((labels != IGNORED).sum()) for _, labels in halves)
@@ -217,22 +221,25 @@ def report(model: torch.nn.Module, tok: PreTrainedTokenizerFast) -> None:
         print(f"{name:28s} {sampled:8.3f} {greedy:7.3f}")
 
 
-def build(out: str | Path, moe: bool = False, seed: int = 0, steps: int = STEPS) -> Path:
+def build(out: str | Path, moe: bool = False, seed: int = 0, steps: int = STEPS, large: bool = False) -> Path:
     """Make the model and its tokenizer in folder ``out``, unless they are there; ``steps=0`` leaves it untrained.
+
+    ``large`` makes the teacher: more layers and width, and skills only, for which a third of the steps is enough.
 
     The marker ``toy.json`` is written last, so an unfinished build, or one by older source, is built again.
     """
     out = Path(out)
     marker, began = out / "toy.json", time.monotonic()
     source = b"".join(Path(file).read_bytes() for file in (__file__, calculator.__file__))
-    options = {"moe": moe, "seed": seed, "steps": steps, "source": hashlib.sha256(source).hexdigest()}
+    steps = steps // 3 if large else steps
+    options = {"moe": moe, "seed": seed, "steps": steps, "large": large, "source": hashlib.sha256(source).hexdigest()}
     if marker.is_file() and json.loads(marker.read_text()) == options:
         print(f"{out} is already built: {options}")
         return out
     marker.unlink(missing_ok=True)
-    tok, model = tokenizer(), untrained(moe, seed)
+    tok, model = tokenizer(), untrained(moe, seed, large)
     if steps:
-        teach(model, tok, seed, steps)
+        teach(model, tok, seed, steps, steps if large else steps * 2 // 3)
         report(model, tok)
     model.save_pretrained(out)
     tok.save_pretrained(out)
@@ -247,9 +254,12 @@ def main() -> None:
     parser.add_argument("--moe", action="store_true", help="mixture of experts instead of a dense model")
     parser.add_argument("--seed", type=int, default=0, help="decides weights and dialogues")
     parser.add_argument("--steps", type=int, default=STEPS, help="supervised steps; 0 leaves random weights")
+    parser.add_argument("--teacher", default="", help="folder for a larger model of right habits; empty: none")
     args = parser.parse_args()
     torch.set_num_threads(2)
     build(args.out, args.moe, args.seed, args.steps)
+    if args.teacher:
+        build(args.teacher, False, args.seed, args.steps, large=True)
 
 
 if __name__ == "__main__":
