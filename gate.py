@@ -26,7 +26,7 @@ Index tensors: rollout_T  int64, which rollout (0..N-1) a token belongs to, what
 A number that is not finite where it is trained raises TokenError with its position and values. Where it is
 masked it is replaced by torch.where *before* any exp, so that neither the loss nor autograd ever sees it
 (0 · NaN is NaN in a backward pass, so masking a loss afterwards would be too late).
-Log-probs and log-ratios are in nats; lags are in optimizer steps. float64 inputs stay float64.
+Log-probs and log-ratios are in nats; lags are in policy versions. float64 inputs stay float64.
 """
 
 import math
@@ -124,6 +124,11 @@ def _refuse_outside(where_T: Tensor, what: str, index_T: Tensor, count: int) -> 
     _refuse(where_T & ((index_T < 0) | (index_T >= count)), f"not one of {count} {what}s", **{what: index_T})
 
 
+def _check_floating(reward: Tensor) -> None:
+    if not reward.is_floating_point():
+        raise ValueError(f"rewards must be floating, got {reward.dtype}")
+
+
 def _check_unit(**values: float) -> None:
     for name, value in values.items():
         if not 0 <= value <= 1:
@@ -202,8 +207,7 @@ def advantages(kind: str, reward_N: Tensor, group_N: Tensor, valid_N: Tensor | N
         return torch.stack([advantages(kind, column_N, group_N, valid_N) for column_N in reward_N.unbind(1)], 1)
     valid_N = torch.ones_like(group_N, dtype=torch.bool) if valid_N is None else valid_N
     _same_length(reward=reward_N, group=group_N, valid=valid_N)
-    if not reward_N.is_floating_point():
-        raise ValueError(f"rewards must be floating, got {reward_N.dtype}")
+    _check_floating(reward_N)
     _refuse_non_finite(valid_N, reward=reward_N)
     reward_N = torch.where(valid_N, reward_N, 0.0)
     if kind == "reinforce":
@@ -257,12 +261,14 @@ def returns(reward_NC: Tensor, calls_N: Tensor, discount: float) -> Tensor:
     rollout that ended before call c stands there with its last call's return, so that with the whole reward on the
     last call and discount 1 every column is the rollout's reward, and `advantages` gives what it gives without calls.
     Below 1 the usual bias: the state a call acts in is not discounted (Thomas 2014, "Bias in natural actor-critic").
-    Raises ValueError for lengths that differ, a discount outside 0..1, or a reward beyond a rollout's calls.
+    Raises ValueError for lengths that differ, rewards that are not floating, a discount outside 0..1, or a reward
+    beyond a rollout's calls.
 
     >>> returns(torch.tensor([[1.0, 0.0, 2.0], [3.0, 0.0, 0.0]]), torch.tensor([3, 1]), 0.5).tolist()
     [[1.5, 1.0, 2.0], [3.0, 3.0, 3.0]]
     """
     _check_unit(discount=discount)
+    _check_floating(reward_NC)
     _same_length(reward=reward_NC[:, 0], calls=calls_N)
     call_C = torch.arange(reward_NC.shape[1], device=calls_N.device)
     beyond_N = ((call_C >= calls_N[:, None]) & (reward_NC != 0)).any(1)
@@ -303,7 +309,8 @@ def gae(reward_T: Tensor, value_T: Tensor, rollout_T: Tensor, call_T: Tensor, tr
     """Generalised advantage estimation, float[T], over the trained tokens of a rollout in sampling order, detached.
 
     δ_t = r_t + γ_t V_{t+1} − V_t and A_t = δ_t + γ_t · trace · A_{t+1}, with V = A = 0 after the last token
-    (arXiv 1506.02438; trace is its λ). A_t + V_t is what the value should have been. Order: by call, then as laid out.
+    (arXiv 1506.02438; trace is its λ). A_t + V_t is what the value should have been. Order: by call, then as laid out
+    (a call's tokens lie in one row).
     Departures: γ_t is `discount` where the next token belongs to another call and 1 inside a call, so a reward's worth
     does not depend on how many tokens it takes to say a word; a truncated rollout ends like any other, for no value
     of what would have followed is known.
@@ -343,7 +350,9 @@ def distill(logp_T: Tensor, teacher_T: Tensor, trained_T: Tensor, coefficient: f
     >>> distill(torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([True])).tolist()
     [-2.0]
     """
-    return coefficient * log_ratio(teacher_T.detach(), logp_T.detach(), trained_T)
+    _same_length(logp=logp_T, teacher=teacher_T, trained=trained_T)
+    _refuse_non_finite(trained_T, logp=logp_T, teacher=teacher_T)
+    return torch.where(trained_T, coefficient * (teacher_T - logp_T).detach(), 0.0)
 
 
 def whiten(advantage_T: Tensor, trained_T: Tensor, whole_t: Tensor) -> Tensor:
@@ -357,6 +366,7 @@ def whiten(advantage_T: Tensor, trained_T: Tensor, whole_t: Tensor) -> Tensor:
     """
     _same_length(advantage=advantage_T, trained=trained_T)
     _refuse_non_finite(trained_T, advantage=advantage_T)
+    _refuse_non_finite(torch.ones_like(whole_t, dtype=torch.bool), whole=whole_t)
     if len(whole_t) < 2 or whole_t.max() == whole_t.min():
         return torch.zeros_like(advantage_T)
     centre, scale = whole_t.double().mean().item(), whole_t.double().std().item() + EPSILON
@@ -416,7 +426,7 @@ def log_ratio(logp_T: Tensor, behaviour_T: Tensor, trained_T: Tensor) -> Tensor:
 
 
 def lag(version_T: Tensor, trainer_version: int, trained_T: Tensor) -> Tensor:
-    """Optimizer steps between the weights that sampled a token and the trainer's now; 0 where not trained.
+    """Policy versions between the weights that sampled a token and the trainer's now; 0 where not trained.
 
     lag_T = trainer_version − version_T, int64, at consumption: time in a queue counts.
     Raises ValueError when lengths differ, when a trained token carries no version (negative), or when it was sampled
@@ -463,8 +473,8 @@ def gate(level: str, mode: str, low: float, high: float, log_ratio_T: Tensor, ro
       tv  |p − q|            kl  q log(q/p) + (1 − q) log((1 − q)/(1 − p))
     kept where ≤ high (per token, the sum for `seq`, the mean for `geo`), weight r_t; mode mask, low 0. Departure: both
     directions are gated, whatever the advantage's sign, for a decision about a token must not depend on its reward.
-    Bands are compared in log space and include their ends. max_lag (steps): a rollout whose oldest trained token lags
-    more is gated whole, with reason stale, which wins over the others. Nothing here carries a gradient.
+    Bands are compared in log space and include their ends. max_lag (versions): a rollout whose oldest trained token
+    lags more is gated whole, with reason stale, which wins over the others. Nothing here carries a gradient.
     log_ratio_T, behaviour_T float[T] nats, rollout_T int64[T], trained_T bool[T], lag_T int64[T].
     Raises ValueError for an unknown or unfitting setting, a band without 0 ≤ low ≤ 1 ≤ high (it would gate on-policy
     tokens), max_lag negative or without lag_T, lengths that differ, a value that is not finite where trained, or a
@@ -482,9 +492,9 @@ def gate(level: str, mode: str, low: float, high: float, log_ratio_T: Tensor, ro
     own_T = log_ratio_T if statistic == "ratio" else _divergence(statistic, log_ratio_T, behaviour_T, trained_T)
     statistic_T = _statistic(level, own_T, rollout_T, trained_T)
     if level != "off" and mode == "mask":
-        least, most, beyond = math.log(low) if low else -math.inf, math.log(high), RATIO_HIGH
-        if statistic != "ratio":
-            least, most, beyond = -math.inf, high, DIVERGENCE
+        least, most, beyond = -math.inf, high, DIVERGENCE
+        if statistic == "ratio":
+            least, most, beyond = math.log(low) if low else -math.inf, math.log(high), RATIO_HIGH
         reason_T = reason_T.masked_fill(trained_T & (statistic_T < least), RATIO_LOW)
         reason_T = reason_T.masked_fill(trained_T & (statistic_T > most), beyond)
     if max_lag is not None:
@@ -669,7 +679,7 @@ def surrogate(kind: str, logp_T: Tensor, proximal_T: Tensor | None, advantage_T:
         bound_T = rho_T.clamp(1 - clip_low, 1 + clip_high)
         return scale_T * bound_T * own_T, bound_T != rho_T
     if kind == "gspo":
-        log_rho_T = torch.where(live_T, rho_T.detach(), 0.0) + own_T - own_T.detach()
+        log_rho_T = torch.where(live_T, rho_T.detach(), 0.0) + (own_T - own_T.detach())  # adds exactly 0, with a slope
     gain_T, clipped_T = _clipped_ratio(log_rho_T, scale_T, 1 - clip_low, 1 + clip_high, dual_clip)
     return scale_T * gain_T, clipped_T
 
@@ -681,8 +691,10 @@ def _clipped_ratio(log_rho_T: Tensor, scale_T: Tensor, low: float, high: float, 
     worst_T = (scale_T > 0) & (rho_T > dual)
     bound_T = torch.full_like(rho_T, low).masked_fill(over_T, high).masked_fill(worst_T, dual)
     clipped_T = over_T | under_T | worst_T
-    # Clipped entries leave before the exp that carries a gradient: an overflowing ρ is 0 · inf in its backward.
-    return torch.where(clipped_T, bound_T, log_rho_T.masked_fill(clipped_T, 0.0).exp()), clipped_T
+    # Clipped entries, and those that nothing multiplies, leave before the exp that carries a gradient: an overflowing ρ
+    # would be 0 · inf.
+    idle_T = clipped_T | (scale_T == 0)
+    return torch.where(clipped_T, bound_T, log_rho_T.masked_fill(idle_T, 0.0).exp()), clipped_T
 
 
 def value_loss(value_T: Tensor, target_T: Tensor, keep_T: Tensor) -> Tensor:
@@ -789,7 +801,7 @@ def gate_metrics(decision: Decision, log_ratio_T: Tensor, lag_T: Tensor, rollout
     ess                                 (Σw)² / (n Σw²) over the n kept tokens, 1 when all weights are equal
                                         (Kish 1965); it measures survivors, so read it beside `kept`
     ratio_p01, _p50, _p99, _max         nearest-rank percentiles of r_t, before the gate
-    lag_mean, lag_max                   optimizer steps
+    lag_mean, lag_max                   policy versions
     lag_0 … lag_7, lag_8plus            share of trained tokens at that lag
     Raises ValueError when lengths differ.
 

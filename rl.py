@@ -81,7 +81,7 @@ class TrainConfig:
     device: str = flag("cpu", "cpu or cuda")
     dtype: str = flag("float32", "dtype of the forward and of the weights sent; master weights are float32")
     attention: str = flag("sdpa", "transformers' attention implementation: sdpa, flex_attention, flash_attention_2")
-    steps: int = flag(60, "optimizer steps")
+    steps: int = flag(60, "steps: a batch and a policy version each")
     seed: int = flag(0, "seed of probes and of torch")
     lr: float = flag(1e-3, "peak learning rate of AdamW")
     warmup_steps: int = flag(2, "steps of linear warm-up")

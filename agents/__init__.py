@@ -42,15 +42,15 @@ class Result:
     """Messages to append to the conversation before the next turn (``Env`` only)."""
     reward: float = 0.0
     """Reward of this step; a rollout's reward is the sum over its steps."""
-    rewards: list[float] = field(default_factory=list)
-    """A rollout's reward call by call, one for each answered call in order (``Env`` fills it; a ``ChatAgent`` may).
-    Empty: all of it was earned by the last one."""
     terminated: bool = False
     """The task is over."""
     truncated: bool = False
     """The rollout was cut (turn limit, length, context), so its reward may be incomplete."""
     info: dict = field(default_factory=dict)
     """Numbers to average into the metrics, by name."""
+    rewards: list[float] = field(default_factory=list)
+    """A rollout's reward call by call, one for each answered call in order (``Env`` fills it; a ``ChatAgent`` may).
+    Empty: all of it was earned by the last one."""
 
 
 class ContextOverflow(ValueError):

@@ -447,32 +447,32 @@ def test_the_example_program_is_an_ordinary_one():
 # ------------------------------------------------------------------------------------------------ the real engine
 
 
-def three_steps(agent: str, groups: int = 8) -> tuple[list[dict], list[dict], dict]:
-    """Metrics, ledger and summary of three steps that the launcher trained ``agent`` for, by groups of four."""
-    name = f"test-{os.getpid()}-{Path(agent).stem}"
+def launched(run: str, **variables: str) -> tuple[list[dict], list[dict], dict]:
+    """Metrics, ledger and summary of a run of the launcher, whose folder is then removed."""
+    name = f"test-{os.getpid()}-{run}"
     folder = ROOT / "runs" / name
-    variables = {
-        "TEST_GROUPS": str(groups),
-        "AGENT": agent,
-        "RECIPE": "../tests/agents_recipe",
-        "STEPS": "3",
-        "RUN": name,
-    }
-    launcher = subprocess.Popen(["bash", "run_2x8.sh"], cwd=ROOT, env=os.environ | variables, text=True,
+    launcher = subprocess.Popen(["bash", "run_2x8.sh"], cwd=ROOT, env=os.environ | variables | {"RUN": name}, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
     try:
-        out, _ = launcher.communicate(timeout=300)
+        out, _ = launcher.communicate(timeout=1200)  # a slow machine builds the toy in five minutes
         assert launcher.returncode == 0, out
         metrics, ledger = (
             [json.loads(line) for line in (folder / f"{file}.jsonl").read_text().splitlines()]
             for file in ("metrics", "ledger")
         )
-        summary = json.loads((folder / "summary.json").read_text())
+        return metrics, ledger, json.loads((folder / "summary.json").read_text())
     finally:
         if launcher.poll() is None:
             launcher.send_signal(signal.SIGTERM)
             launcher.communicate(timeout=60)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def three_steps(agent: str, groups: int = 8) -> tuple[list[dict], list[dict], dict]:
+    """Metrics, ledger and summary of three steps that the launcher trained ``agent`` for, by groups of four."""
+    metrics, ledger, summary = launched(
+        Path(agent).stem, TEST_GROUPS=str(groups), AGENT=agent, RECIPE="../tests/agents_recipe", STEPS="3"
+    )
     print(agent, [round(line["reward"], 3) for line in metrics], summary["seconds"])
     assert summary["ledger_balanced"] is True and summary["probe_max_abs_dlogp"] < 1e-4
     assert [line["step"] for line in metrics] == [1, 2, 3]

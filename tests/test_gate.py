@@ -1,7 +1,9 @@
-"""Laws and right values of gate.py. Names such as g8 and h3 are the entries of the project's list of known faults.
+"""Right values of gate.py, its refusals, and its gradients over ranks. Names such as g8 and h3 are the entries of the
+project's list of known faults. What holds for any numbers at all is in test_golden.py, what holds in expectation in
+test_estimators.py.
 
-Shape suffixes as in gate.py: T tokens, N rollouts, G groups, V vocabulary; here also F features and C contexts of
-toy policies.
+Shape suffixes as in gate.py: T tokens, N rollouts, C calls, G groups, V vocabulary; here also F features of a toy
+policy.
 """
 
 import doctest
@@ -10,6 +12,7 @@ import inspect
 import itertools
 import math
 import multiprocessing
+import re
 import sys
 import time
 from datetime import timedelta
@@ -24,14 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gate
 
 NAN, INF = math.nan, math.inf
-LEVEL_MODES = [
-    ("off", "mask"),
-    ("token", "mask"),
-    ("token", "clip"),
-    ("token", "trunc"),
-    ("seq", "mask"),
-    ("geo", "mask"),
-]
+LEVEL_MODES = list(itertools.product(gate.LEVELS, gate.MODES))
 
 
 def true(n):
@@ -61,7 +57,7 @@ def public_functions():
 
 
 def test_every_public_function_has_a_worked_example_that_holds():
-    assert len(public_functions()) == 14
+    assert len(public_functions()) == 24
     for function in public_functions():
         assert ">>>" in function.__doc__ and "Raises ValueError" in function.__doc__, function.__name__
     results = doctest.testmod(gate)
@@ -118,36 +114,6 @@ def test_token_logprobs_refuses_lengths_that_differ():
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def slow_advantage(kind, reward, group, valid, i):
-    """The definition of one rollout's advantage, in plain Python."""
-    peers = [j for j in range(len(reward)) if valid[j] and (kind == "reinforce_baseline" or group[j] == group[i])]
-    others = [j for j in peers if j != i]
-    if not valid[i]:
-        return 0.0
-    if kind == "reinforce":
-        return reward[i]
-    if not others or len({reward[j] for j in peers}) == 1:
-        return 0.0
-    if kind == "rloo":
-        return reward[i] - sum(reward[j] for j in others) / len(others)
-    mean = sum(reward[j] for j in peers) / len(peers)
-    std = math.sqrt(sum((reward[j] - mean) ** 2 for j in peers) / len(others))
-    return (reward[i] - mean) / (std + 1e-6) if kind == "grpo" else reward[i] - mean
-
-
-@pytest.mark.parametrize("kind", gate.ADVANTAGES)
-@pytest.mark.parametrize("seed", range(4))
-def test_advantages_equal_their_definition(kind, seed):
-    torch.manual_seed(seed)
-    group_N = torch.tensor([40, -2, 40, 7, 7, 40, -2, 7, 99, 40])
-    reward_N = torch.randint(0, 3, (10,)).double() / 10
-    valid_N = torch.rand(10) > 0.25
-    lists = reward_N.tolist(), group_N.tolist(), valid_N.tolist()
-    expected_N = tensor(*(slow_advantage(kind, *lists, i) for i in range(10)))
-    assert expected_N.abs().sum() > 0
-    close(gate.advantages(kind, reward_N, group_N, valid_N), expected_N)
-
-
 def test_h3_baseline_counts_rollouts_not_rows():
     advantage_N = gate.advantages("dr_grpo", tensor(1.0, 0.0, 0.0), torch.tensor([7, 7, 7]))
     close(advantage_N, tensor(2 / 3, -1 / 3, -1 / 3))
@@ -167,10 +133,21 @@ def test_h4_every_trained_token_of_every_row_carries_its_rollouts_advantage():
     assert logp_T.grad.tolist() == [-0.125, 0.0, 0.125, 0.125, 0.0, -0.125]
 
 
-def test_token_advantages_refuses_an_index_outside_the_rollouts():
+def test_h4_with_advantages_by_call_every_token_carries_its_calls():
+    advantage_NC, rollout_T, call_T = tensor([0.5, 0.25], [-0.5, 0.0]), torch.tensor([0, 1, 0, 0]), [1, 0, 0, -1]
+    trained_T = torch.tensor([True, True, True, False])
+    advantage_T = gate.token_advantages(advantage_NC, rollout_T, trained_T, torch.tensor(call_T))
+    assert advantage_T.tolist() == [0.25, -0.5, 0.5, 0.0]
+
+
+def test_token_advantages_refuses_an_index_outside():
     for index in (2, -1):
         with pytest.raises(ValueError, match=f"not one of 2 rollouts: position 1 has rollout={index}"):
             gate.token_advantages(tensor(0.5, -0.5), torch.tensor([0, index]), true(2))
+        with pytest.raises(gate.TokenError, match=f"not one of 2 calls: position 1 has call={index}"):
+            gate.token_advantages(tensor([0.5, -0.5]), torch.zeros(2).long(), true(2), torch.tensor([0, index]))
+    with pytest.raises(ValueError, match="one length"):
+        gate.token_advantages(tensor([0.5, -0.5]), torch.zeros(2).long(), true(2))
 
 
 @pytest.mark.parametrize("kind", ["reinforce_baseline", "rloo", "grpo", "dr_grpo"])
@@ -227,8 +204,138 @@ def test_advantages_refuse_bad_rewards():
         gate.advantages("grpo", torch.tensor([1, 0]), group_N)
     with pytest.raises(ValueError, match="one length"):
         gate.advantages("grpo", tensor(1.0), group_N)
-    with pytest.raises(ValueError, match="known: reinforce, reinforce_baseline, rloo, grpo, dr_grpo"):
-        gate.advantages("gpro", tensor(1.0, 0.0), group_N)
+    for kind in ("gpro", "gae", "on_policy_distill"):  # the latter two are not of rollouts
+        with pytest.raises(ValueError, match=r"known: reinforce, reinforce_baseline, rloo, grpo, dr_grpo$"):
+            gate.advantages(kind, tensor(1.0, 0.0), group_N)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Credit by call, values, distillation, whitening
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_returns_discount_by_call_and_repeat_the_last():
+    reward_NC, calls_N = tensor([1.0, 0.0, 2.0], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]), torch.tensor([3, 1, 0])
+    expected = [[1.5, 1.0, 2.0], [3.0, 3.0, 3.0], [0.0, 0.0, 0.0]]
+    assert gate.returns(reward_NC, calls_N, 0.5).tolist() == expected
+    assert gate.returns(reward_NC, calls_N, 0.0).tolist() == [[1.0, 0.0, 2.0], [3.0] * 3, [0.0] * 3]
+
+
+@pytest.mark.parametrize("kind", gate.ROLLOUT_ADVANTAGES)
+def test_the_whole_reward_on_the_last_call_is_credit_by_rollout(kind):
+    reward_NC, calls_N, group_N = tensor([0.0, 0.7], [0.2, 0.0], [0.0, 0.4]), torch.tensor([2, 1, 2]), torch.zeros(3)
+    by_call_NC = gate.advantages(kind, gate.returns(reward_NC, calls_N, 1.0), group_N.long())
+    by_rollout_N = gate.advantages(kind, tensor(0.7, 0.2, 0.4), group_N.long())
+    assert torch.equal(by_call_NC, torch.stack([by_rollout_N] * 2, 1))
+
+
+def test_returns_refuse():
+    with pytest.raises(gate.TokenError, match="beyond the rollout's calls: position 1 has calls=1") as refusal:
+        gate.returns(tensor([0.0, 1.0], [0.0, 1.0]), torch.tensor([2, 1]), 1.0)
+    assert refusal.value.position == 1
+    with pytest.raises(ValueError, match="one length"):
+        gate.returns(tensor([0.0, 1.0]), torch.tensor([2, 1]), 1.0)
+    for discount in (-0.1, 1.1, NAN):
+        with pytest.raises(ValueError, match=f"discount is {discount}; it must lie in 0..1"):
+            gate.returns(tensor([0.0, 1.0]), torch.tensor([2]), discount)
+
+
+def test_token_rewards_lie_on_the_last_trained_token_of_a_call():
+    # the last token of call 0 is closing text; rollout 2 has no token on this rank
+    rollout_T, call_T = torch.tensor([1, 1, 1, 0, 0, 0]), torch.tensor([0, 0, 1, 0, 0, 0])
+    trained_T = torch.tensor([True, True, True, True, True, False])
+    reward_T = gate.token_rewards(tensor([0.5, 0.0], [0.25, 1.0], [9.0, 9.0]), rollout_T, call_T, trained_T)
+    assert reward_T.tolist() == [0.0, 0.25, 1.0, 0.0, 0.5, 0.0]
+
+
+def test_token_rewards_refuse_a_reward_that_no_token_would_carry():
+    zero_T = torch.zeros(2).long()
+    with pytest.raises(gate.TokenError, match=r"a rewarded call has no trained token: position 0 has reward=1\.5"):
+        gate.token_rewards(tensor([0.5, 1.0]), zero_T, torch.tensor([0, 1]), torch.tensor([True, False]))
+    for name, rollout_T, call_T in (("1 rollouts: position 1 has rollout=1", torch.tensor([0, 1]), zero_T),
+                                    ("2 calls: position 1 has call=-1", zero_T, torch.tensor([0, -1]))):  # fmt: skip
+        with pytest.raises(gate.TokenError, match=f"not one of {name}"):
+            gate.token_rewards(tensor([0.5, 0.0]), rollout_T, call_T, true(2))
+
+
+def test_gae_of_two_calls():
+    # call 0 says two tokens, a tool answers, call 1 says one; the discount applies only between the calls:
+    # δ = (0 + 1/4 − 1/2, 0 + 1/2 · 1/2 − 1/4, 1 − 1/2), A_1 = 0 + 1/2 · 1/2 · 1/2, A_0 = −1/4 + 1 · 1/2 · A_1
+    trained_T = torch.tensor([True, True, False, True])
+    reward_T, value_T = tensor(0.0, 0.0, NAN, 1.0), tensor(0.5, 0.25, NAN, 0.5)
+    rollout_T, call_T = torch.zeros(4).long(), torch.tensor([0, 0, -1, 1])
+    advantage_T = gate.gae(reward_T, value_T, rollout_T, call_T, trained_T, discount=0.5, trace=0.5)
+    assert advantage_T.tolist() == [-0.1875, 0.125, 0.0, 0.5]
+    # trace 1: what follows, less the value; trace 0: one step
+    assert gate.gae(reward_T, value_T, rollout_T, call_T, trained_T, 0.5, 1.0).tolist() == [0.0, 0.25, 0.0, 0.5]
+    assert gate.gae(reward_T, value_T, rollout_T, call_T, trained_T, 0.5, 0.0).tolist() == [-0.25, 0.0, 0.0, 0.5]
+    # the second call in an earlier row, and another rollout between
+    order = torch.tensor([3, 2, 0, 1])
+    split = (torch.cat([x[order[:2]], x[:1], x[order[2:]]]) for x in (reward_T, value_T, rollout_T, call_T, trained_T))
+    reward_T, value_T, rollout_T, call_T, trained_T = split
+    rollout_T[2] = 7
+    advantage_T = gate.gae(reward_T, value_T, rollout_T, call_T, trained_T, 0.5, 0.5)
+    assert advantage_T.tolist() == [0.5, 0.0, -0.5, -0.1875, 0.125]
+
+
+@pytest.mark.parametrize("discount,trace,name", [(1.1, 1.0, "discount"), (-0.1, 1, "discount"), (1, NAN, "trace")])
+def test_gae_refuses_a_factor(discount, trace, name):
+    zero_T = torch.zeros(1).long()
+    with pytest.raises(ValueError, match=f"{name} is .*; it must lie in 0..1"):
+        gate.gae(tensor(1.0), tensor(1.0), zero_T, zero_T, true(1), discount, trace)
+
+
+def test_distillation_is_the_log_ratio_to_the_teacher():
+    given = tensor(-1.0, -2.0, NAN), tensor(-3.0, -1.5, NAN), torch.tensor([True, True, False])
+    assert gate.distill(*given).tolist() == [-2.0, 0.5, 0.0]
+    assert gate.distill(*given, 0.5).tolist() == [-1.0, 0.25, 0.0]
+
+
+def test_distill_refuses_by_the_names_that_it_was_given():
+    with pytest.raises(gate.TokenError, match=r"logp=-1\.0, teacher=nan"):
+        gate.distill(tensor(-1.0), tensor(NAN), true(1))
+
+
+def test_whiten():
+    trained_T, unit = torch.tensor([True, True, False]), 1 / (math.sqrt(2) + 1e-6)
+    close(gate.whiten(tensor(1.0, 3.0, NAN), trained_T, tensor(1.0, 3.0)), tensor(-unit, unit, 0.0))
+    # other ranks hold 5, 5 and 1: a mean of 3 and squares of 4 · 4 / 4
+    close(gate.whiten(tensor(1.0, 3.0), true(2), tensor(1.0, 3.0, 5.0, 5.0, 1.0)), tensor(-2 / (2 + 1e-6), 0.0))
+    for whole in ((0.1, 0.1, 0.1), (0.1,), ()):
+        assert gate.whiten(tensor(0.1, 0.1), true(2), tensor(*whole)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_whiten_refuses_another_ranks_poison(poison):
+    with pytest.raises(ValueError, match="not finite"):
+        gate.whiten(tensor(1.0, 3.0), true(2), tensor(1.0, 3.0, poison))
+
+
+def test_overlong_is_dapos_equation_13():
+    length_N = torch.tensor([0, 80, 81, 90, 99, 100, 101, 500])
+    expected = tensor(0.0, 0.0, -0.05, -0.5, -0.95, -1.0, -1.0, -1.0)
+    close(gate.overlong(length_N, limit=100, buffer=20), expected)
+    close(gate.overlong(torch.tensor([0, 5, 10]), limit=10, buffer=10), tensor(0.0, -0.5, -1.0))
+    for buffer in (0, -1, 11):
+        with pytest.raises(ValueError, match=f"overlong buffer {buffer} must lie in 1..10"):
+            gate.overlong(length_N, 10, buffer)
+
+
+@pytest.mark.parametrize(
+    "rewards,why",
+    [
+        ((), "one_valid"),
+        ((1.0,), "one_valid"),
+        ((1.0, 1.0), "all_pass"),
+        ((0.1, 0.1, 0.1), "all_pass"),
+        ((0.0, 0.0), "all_fail"),
+        ((-1.0, -1.0), "all_fail"),
+        ((1.0, 0.0), None),
+        ((0.0, 0.0, 1e-9), None),
+    ],
+)
+def test_no_signal(rewards, why):
+    assert gate.no_signal(tensor(*rewards)) == why
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -321,58 +428,10 @@ def test_the_band_includes_its_ends_and_compares_in_log_space():
 
 
 def test_a_kept_weight_that_overflows_is_refused():
-    with pytest.raises(ValueError, match=r"weight overflows: position 0 has log_ratio=1000\.0"):
-        decide("geo", 0.5, 2, torch.tensor([1000.0, -1000.0]))
-
-
-def slow_gate(level, mode, low, high, log_ratio, rollout, trained, lag, max_lag):
-    """gate() as plain loops over tokens, in linear space: lists of keep, weight and reason."""
-    keep, weight, reason = [], [], []
-    for t in range(len(log_ratio)):
-        mates = [s for s in range(len(log_ratio)) if rollout[s] == rollout[t] and trained[s]]
-        if not trained[t]:
-            outcome = "masked"
-        elif max_lag is not None and max(lag[s] for s in mates) > max_lag:
-            outcome = "stale"
-        elif level == "off" or mode != "mask":
-            outcome = "kept"
-        else:
-            total = sum(log_ratio[s] for s in mates)
-            statistic = math.exp({"token": log_ratio[t], "seq": total, "geo": total / len(mates)}[level])
-            outcome = "ratio_low" if statistic < low else "ratio_high" if statistic > high else "kept"
-        ratio = math.exp(log_ratio[t]) if trained[t] and level != "off" else 1.0
-        ratio = {"mask": ratio, "clip": min(max(ratio, low), high), "trunc": min(ratio, high)}[mode]
-        keep.append(outcome == "kept")
-        weight.append(ratio if outcome == "kept" else 0.0)
-        reason.append(gate.REASONS.index(outcome))
-    return keep, weight, reason
-
-
-@pytest.mark.parametrize("level,mode", LEVEL_MODES)
-@pytest.mark.parametrize("max_lag", [None, 2])
-def test_gate_equals_the_slow_reference(level, mode, max_lag):
-    outcomes = set()
-    for seed in range(6):
-        torch.manual_seed(seed)
-        rollout_T, trained_T = torch.randint(0, 9, (60,)), torch.rand(60) > 0.3
-        log_ratio_T = torch.randn(60, dtype=torch.float64) * 0.5
-        log_ratio_T[~trained_T] = NAN
-        lag_T = torch.randint(0, 3, (60,)) + (rollout_T == 4).long()
-        decision = gate.gate(level, mode, 0.6, 1.7, log_ratio_T, rollout_T, trained_T, lag_T, max_lag)
-        lists = log_ratio_T.tolist(), rollout_T.tolist(), trained_T.tolist(), lag_T.tolist()
-        keep, weight, reason = slow_gate(level, mode, 0.6, 1.7, *lists, max_lag)
-        assert decision.keep_T.tolist() == keep
-        assert decision.reason_T.tolist() == reason and decision.reason_T.dtype == torch.int8
-        torch.testing.assert_close(decision.weight_T, tensor(*weight), rtol=1e-15, atol=0)
-        outcomes |= set(reason)
-    expected = {gate.KEPT, gate.MASKED} | ({gate.STALE} if max_lag else set())
-    assert outcomes == expected | ({gate.RATIO_LOW, gate.RATIO_HIGH} if level != "off" and mode == "mask" else set())
-
-
-def test_weights_are_detached():
-    logp_T = tensor(-1.0, -2.0).requires_grad_()
-    log_ratio_T = gate.log_ratio(logp_T, tensor(-1.1, -2.2), true(2))
-    assert log_ratio_T.requires_grad and not decide("token", 0.5, 2, log_ratio_T).weight_T.requires_grad
+    for level, mode, high, position in (("geo", "mask", 2, 1), ("token", "clip", INF, 1), ("token", "trunc", INF, 1)):
+        with pytest.raises(gate.TokenError, match=r"weight overflows: position 1 has log_ratio=1000\.0") as refusal:
+            decide(level, 0.5, high, torch.tensor([-1000.0, 1000.0]), mode=mode)
+        assert refusal.value.position == position
 
 
 def test_a_rollout_without_trained_tokens_is_masked_and_gates_nothing():
@@ -381,21 +440,31 @@ def test_a_rollout_without_trained_tokens_is_masked_and_gates_nothing():
 
 
 @pytest.mark.parametrize(
-    "level,mode,low,high,message",
+    "level,mode,low,high,others,message",
     [
-        ("sequence", "mask", 0.5, 2, "known: off, token, seq, geo"),
-        ("token", "drop", 0.5, 2, "known: mask, clip, trunc"),
-        ("seq", "clip", 0.5, 2, "'seq' only masks, got mode 'clip'"),
-        ("geo", "trunc", 0.5, 2, "'geo' only masks, got mode 'trunc'"),
-        ("token", "mask", 2, 0.5, "0 <= low <= 1 <= high"),
-        ("token", "mask", 1.1, 2, "0 <= low <= 1 <= high"),
-        ("token", "mask", -0.1, 2, "0 <= low <= 1 <= high"),
-        ("token", "mask", 0.5, NAN, "0 <= low <= 1 <= high"),
+        ("sequence", "mask", 0.5, 2, {}, "gate level is 'sequence'; known: off, token, seq, geo"),
+        ("token", "drop", 0.5, 2, {}, "known: mask, clip, trunc"),
+        ("token", "mask", 0, 2, {"statistic": "js"}, "gate statistic is 'js'; known: ratio, kl, tv"),
+        ("seq", "mask", 0, 2, {"weight": "row"}, "gate weight is 'row'; known: token, rollout"),
+        ("token", "mask", 2, 0.5, {}, "0 <= low <= 1 <= high"),
+        ("token", "mask", 1.1, 2, {}, "0 <= low <= 1 <= high"),
+        ("token", "mask", 0.5, 0.9, {}, "0 <= low <= 1 <= high"),
+        ("token", "mask", -0.1, 2, {}, "0 <= low <= 1 <= high"),
+        ("token", "mask", 0.5, NAN, {}, "0 <= low <= 1 <= high"),
+        ("off", "mask", 0, INF, {"weight": "rollout"}, "weight 'rollout' needs level seq or geo, got 'off'"),
+        ("token", "mask", 0, INF, {"weight": "rollout"}, "weight 'rollout' needs level seq or geo, got 'token'"),
+        ("off", "mask", 0, 0.1, {"statistic": "tv", "behaviour_T": tensor(0.0, 0.0)}, "needs a level, mode mask"),
+        ("token", "trunc", 0, 0.1, {"statistic": "kl", "behaviour_T": tensor(0.0, 0.0)}, "got token, trunc, token"),
+        ("seq", "mask", 0, 1, {"statistic": "kl", "weight": "rollout", "behaviour_T": tensor(0, 0)}, "mask, rollout"),
+        ("geo", "mask", 0.5, 2, {"statistic": "tv", "behaviour_T": tensor(0.0, 0.0)}, r"token, \[0.5, 2\]"),
+        ("geo", "mask", 0, -0.1, {"statistic": "tv", "behaviour_T": tensor(0.0, 0.0)}, r"token, \[0, -0.1\]"),
+        ("token", "mask", 0, 0.1, {"statistic": "tv"}, "and behaviour_T; got token"),
+        ("token", "mask", 0, 0.1, {"statistic": "tv", "behaviour_T": tensor(0.0)}, "one length"),
     ],
 )
-def test_gate_refuses_settings(level, mode, low, high, message):
+def test_gate_refuses_settings(level, mode, low, high, others, message):
     with pytest.raises(ValueError, match=message):
-        decide(level, low, high, torch.zeros(2), mode=mode)
+        decide(level, low, high, torch.zeros(2), mode=mode, **others)
 
 
 def test_gate_refuses_a_lag_bound_without_lags():
@@ -414,17 +483,117 @@ def test_presets():
         "off": [1, 1, 1, 1, 1],
         "tis": [0.2, 0.5, 1.5, 2, 2],
         "icepop": [0, 0.5, 1.5, 4, 0],
-        "seq_mask_tis": [0.2, 0.5, 1.5, 4, 6],
-    }  # their geometric mean is 1.29
+        "seq_mask_tis": [0.2, 0.5, 1.5, 4, 6],  # their geometric mean is 1.29
+        "mis": [0, 0, 0, 0, 0],  # their product is 3.6
+    }
     assert set(weights) == set(gate.PRESETS)
     for name, expected in weights.items():
         decision = decide(**gate.preset(name), log_ratio_T=log_ratio_T)
         close(decision.weight_T, tensor(*map(float, expected)))
-    assert not decide("geo", 0.5, 2, log_ratio_T[3:]).keep_T.any()
-    with pytest.raises(ValueError, match="known: off, tis, icepop, seq_mask_tis"):
+    with pytest.raises(ValueError, match="known: off, tis, icepop, seq_mask_tis, mis"):
         gate.preset("ppo")
     gate.preset("tis")["high"] = 9.0
     assert gate.preset("tis") == {"level": "token", "mode": "trunc", "low": 0.0, "high": 2.0}
+
+
+def test_mis_gives_every_token_the_ratio_of_its_rollout():
+    # products 1.5, 2.25 and 0.1; there is no lower end
+    log_ratio_T, rollout_T = tensor(0.5, 1.5, 3.0, 1.5, 0.5, 0.2).log(), torch.tensor([0, 1, 0, 1, 2, 2])
+    decision = decide(**gate.preset("mis"), log_ratio_T=log_ratio_T, rollout_T=rollout_T)
+    close(decision.weight_T, tensor(1.5, 0.0, 1.5, 0.0, 0.1, 0.1))
+    assert [gate.REASONS[i] for i in decision.reason_T] == ["kept", "ratio_high"] * 2 + ["kept"] * 2
+
+
+@pytest.mark.parametrize(
+    "level,mode,low,high,others,expected",
+    [
+        # the products are 8 and 0.04, the geometric means 2.83 and 0.2
+        ("seq", "clip", 0.5, 4, {}, [4, 4, 0.5, 0.5]),
+        ("seq", "trunc", 0.5, 4, {}, [4, 4, 0.04, 0.04]),
+        ("geo", "clip", 0.5, 2, {}, [2, 2, 0.5, 0.5]),
+        ("geo", "clip", 0.1, 4, {}, [math.sqrt(8), math.sqrt(8), 0.2, 0.2]),
+        ("geo", "trunc", 0.5, 2, {}, [2, 2, 0.2, 0.2]),
+        ("seq", "mask", 0, INF, {"weight": "rollout"}, [8, 8, 0.04, 0.04]),
+        ("geo", "mask", 0.5, 4, {"weight": "rollout"}, [math.sqrt(8), math.sqrt(8), 0, 0]),
+        ("geo", "mask", 0.5, 4, {}, [2, 4, 0, 0]),
+        ("token", "clip", 0.5, 3, {}, [2, 3, 0.5, 0.5]),
+    ],
+)
+def test_weights_of_rollouts(level, mode, low, high, others, expected):
+    decision = decide(level, low, high, tensor(2.0, 4.0, 0.1, 0.4).log(), torch.tensor([0, 0, 1, 1]), mode, **others)
+    close(decision.weight_T, tensor(*map(float, expected)))
+    assert decision.keep_T.tolist() == [weight != 0 for weight in expected]
+
+
+# A token of probability 0.2 at the sampler and 0.3 or 0.1 at the trainer; one of 0.5 that became 0.75.
+DIVERGENCES = {
+    "tv": [0.1, 0.1, 0.25],
+    "kl": [
+        0.2 * math.log(2 / 3) + 0.8 * math.log(8 / 7),
+        0.2 * math.log(2) + 0.8 * math.log(8 / 9),
+        0.5 * math.log(2 / 3) + 0.5 * math.log(2),
+    ],
+}
+
+
+@pytest.mark.parametrize("statistic", DIVERGENCES)
+@pytest.mark.parametrize("level", ["token", "seq", "geo"])
+def test_divergences_are_those_of_the_token_against_all_others(statistic, level):
+    behaviour_T, log_ratio_T = tensor(0.2, 0.2, 0.5).log(), tensor(1.5, 0.5, 1.5).log()
+    own = DIVERGENCES[statistic]
+    assert [round(x, 4) for x in DIVERGENCES["kl"]] == [0.0257, 0.0444, 0.1438]
+    for i, value in enumerate(own):
+        value = {"token": value, "seq": sum(own), "geo": sum(own) / 3}[level]
+        # located from both sides; the ratio may have risen or fallen
+        for high, kept in ((value * (1 + 1e-9), True), (value * (1 - 1e-9), False)):
+            decision = decide(level, 0, high, log_ratio_T, statistic=statistic, behaviour_T=behaviour_T)
+            assert decision.keep_T[i].item() == kept
+            assert decision.reason_T[i].item() == (gate.KEPT if kept else gate.DIVERGENCE)
+            close(decision.weight_T[i].item(), log_ratio_T[i].exp().item() if kept else 0.0)
+
+
+@pytest.mark.parametrize("statistic", DIVERGENCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_divergences_of_extreme_ratios_are_numbers(statistic, dtype):
+    behaviour_T = torch.tensor([-1.0, -1.0, 0.0, 0.0, -1000.0, -1000.0, 0.0, 1e-7], dtype=dtype)
+    log_ratio_T = torch.tensor([1000.0, -1000.0, -1000.0, 1000.0, 1000.0, -1000.0, 0.0, 0.0], dtype=dtype)
+    rollout_T = torch.arange(8)
+    # A ratio that lifts a probability to 1 or more is at most a certainty: 1000 nats on top of certainty are none.
+    expected = [False, False, False, True, False, True, True, True]
+    keep_T = torch.ones(8, dtype=torch.bool)
+    keep_T[3] = False  # its weight would overflow
+    given = {"statistic": statistic, "behaviour_T": behaviour_T}
+    with pytest.raises(gate.TokenError, match=r"weight overflows: position 3 has log_ratio=1000\.0"):
+        decide("token", 0, 0.3, log_ratio_T, rollout_T, **given)
+    for level in ("token", "seq", "geo"):
+        decision = gate.gate(level, "mask", 0, 0.3, log_ratio_T, rollout_T, keep_T, **given)
+        assert decision.keep_T.tolist() == [kept and i != 3 for i, kept in enumerate(expected)]
+        assert decision.weight_T.tolist() == [0.0] * 6 + [1.0, 1.0]
+    with pytest.raises(gate.TokenError, match="weight overflows: position 0"):
+        decide("token", 0, INF, log_ratio_T, rollout_T, **given)
+
+
+@pytest.mark.parametrize("statistic", DIVERGENCES)
+def test_a_divergence_of_at_most_zero_keeps_what_is_on_policy(statistic):
+    given = {"statistic": statistic, "behaviour_T": tensor(-1.0, -1.0)}
+    assert decide("token", 0.0, 0.0, tensor(0.0, 0.1), **given).keep_T.tolist() == [True, False]
+
+
+def test_rollout_mean_runs_over_trained_tokens_of_all_rows():
+    rollout_T, trained_T = torch.tensor([0, 1, 0, 1, 2]), torch.tensor([True, True, True, False, False])
+    found_T = gate.rollout_mean(tensor(1.0, 5.0, 2.0, NAN, INF), rollout_T, trained_T)
+    assert found_T.tolist() == [1.5, 5.0, 1.5, 5.0, 0.0]
+
+
+def test_statistics_of_a_rollout_do_not_depend_on_the_order_of_its_tokens():
+    # In float32, 4096 + 3/8192 is 4096; the sum of these three is 3/8192 in float64 only.
+    for values in itertools.permutations((4096.0, 3 / 8192, -4096.0)):
+        log_ratio_T, zero_T = torch.tensor(values, dtype=torch.float32), torch.zeros(3).long()
+        mean_T = gate.rollout_mean(log_ratio_T, zero_T, true(3))
+        assert mean_T.tolist() == [1 / 8192] * 3 and mean_T.dtype == torch.float32
+        for level, statistic in (("seq", 3 / 8192), ("geo", 1 / 8192)):
+            decision = decide(level, 0, 2, log_ratio_T, weight="rollout")
+            close(decision.weight_T, torch.full((3,), math.exp(statistic)), 1e-7)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -535,24 +704,6 @@ def test_policy_loss_refuses_a_denominator(denominator):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def test_ppo_surrogate_equals_the_textbook_minimum():
-    torch.manual_seed(0)
-    proximal_T, advantage_T = -torch.rand(200, dtype=torch.float64), torch.randn(200, dtype=torch.float64)
-    advantage_T[:5] = 0
-    weight_T = torch.rand(200, dtype=torch.float64) * 2
-    step_T = torch.linspace(-1, 1, 200, dtype=torch.float64)
-    logp_T, other_T = ((proximal_T + step_T).requires_grad_() for _ in range(2))
-    loss_T, clipped_T = gate.surrogate("ppo", logp_T, proximal_T, advantage_T, weight_T, 0.2, 0.3)
-    rho_T = (other_T - proximal_T).exp()
-    free_T, bound_T = rho_T * advantage_T, rho_T.clamp(0.8, 1.3) * advantage_T
-    close(loss_T, -weight_T * torch.minimum(free_T, bound_T))
-    assert torch.equal(clipped_T, bound_T < free_T) and 0 < clipped_T.sum() < 200
-    loss_T.sum().backward()
-    (-weight_T * torch.minimum(free_T, bound_T)).sum().backward()
-    close(logp_T.grad, other_T.grad)
-    assert torch.equal(logp_T.grad[clipped_T], torch.zeros_like(logp_T.grad[clipped_T]))
-
-
 def test_ppo_surrogate_worked_values():
     arguments = tensor(1.5, 1.5, 0.5, 0.5, 1.1).log(), torch.zeros(5).double(), tensor(1.0, -1.0, 1.0, -1.0, 1.0)
     loss_T, clipped_T = gate.surrogate("ppo", *arguments, torch.ones(5).double())
@@ -578,25 +729,100 @@ def test_reinforce_surrogate():
     assert logp_T.grad.tolist() == [-3.0, 0.5]
 
 
+def test_dual_clip_bounds_the_loss_of_a_bad_token():
+    logp_T = tensor(5.0, 2.0, 5.0, 0.5).log().requires_grad_()
+    given = torch.zeros(4).double(), tensor(-1.0, -1.0, 1.0, -1.0), torch.ones(4).double()
+    loss_T, clipped_T = gate.surrogate("ppo", logp_T, *given, dual_clip=3.0)
+    loss_T.sum().backward()
+    close(loss_T, tensor(3.0, 2.0, -1.2, 0.8))
+    assert clipped_T.tolist() == [True, False, True, True]
+    close(logp_T.grad, tensor(0.0, 2.0, 0.0, 0.0))
+    close(gate.surrogate("ppo", logp_T, *given)[0], tensor(5.0, 2.0, -1.2, 0.8))
+
+
+def test_gspo_surrogate_takes_and_clips_one_ratio_for_a_rollout():
+    # log ρ is 0.1 and 0.3: the ratio of both is exp(0.2) = 1.2214; a second rollout stays where it was
+    logp_T, proximal_T = tensor(-0.9, -0.7, -3.0), tensor(-1.0, -1.0, -3.0)
+    mean_T = gate.rollout_mean(logp_T - proximal_T, torch.tensor([0, 0, 1]), true(3))
+    for clip_high, ratio, slope in ((0.3, math.exp(0.2), math.exp(0.2)), (0.2, 1.2, 0.0)):
+        logp_T = logp_T.detach().requires_grad_()
+        loss_T, clipped_T = gate.surrogate("gspo", logp_T, proximal_T, tensor(1.0, 1.0, 1.0), tensor(1.0, 2.0, 1.0),
+                                           clip_high=clip_high, rollout_log_rho_T=mean_T)  # fmt: skip
+        loss_T.sum().backward()
+        close(loss_T, tensor(-ratio, -2 * ratio, -1.0))
+        assert clipped_T.tolist() == [slope == 0] * 2 + [False]
+        close(logp_T.grad, tensor(-slope, -2 * slope, -1.0))
+
+
+def test_gspo_clips_the_tokens_of_a_rollout_as_one_also_in_float32():
+    # GSPO's own clip range is 4e-4: a ratio at its end must not be clipped by the luck of each token's log-prob
+    logp_T, one_T = torch.linspace(-20, -1, 100), torch.ones(100)
+    mean_T = torch.full((100,), math.log(1 + 4e-4))
+    loss_T, clipped_T = gate.surrogate("gspo", logp_T, logp_T, one_T, one_T, 3e-4, 4e-4, rollout_log_rho_T=mean_T)
+    assert len(set(clipped_T.tolist())) == 1 and len(set(loss_T.tolist())) == 1
+
+
+def test_cispo_surrogate_clips_the_factor_and_keeps_the_gradient():
+    logp_T = tensor(-1.0, -1.0, -1.0).requires_grad_()
+    proximal_T = logp_T.detach() - tensor(1.5, 0.5, 1.1).log()
+    loss_T, clipped_T = gate.surrogate("cispo", logp_T, proximal_T, tensor(1.0, 1.0, -1.0), tensor(2.0, 1.0, 1.0))
+    loss_T.sum().backward()
+    close(loss_T, tensor(2.4, 0.8, -1.1))
+    assert clipped_T.tolist() == [True, True, False]
+    close(logp_T.grad, tensor(-2.4, -0.8, 1.1))
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+def test_no_advantage_is_no_loss_even_where_the_ratio_overflows(kind):
+    far_T, none_T = tensor(-1000.0), tensor(0.0)
+    loss_T, _ = gate.surrogate(kind, none_T, far_T, none_T, tensor(1.0), rollout_log_rho_T=-far_T)
+    assert loss_T.tolist() == [0.0]
+
+
 @pytest.mark.parametrize("kind", gate.SURROGATES)
-@pytest.mark.parametrize("poisoned", ["logp", "proximal", "advantage"])
+@pytest.mark.parametrize("poisoned", ["logp", "proximal", "advantage", "log_rho"])
 def test_surrogate_of_weight_zero_is_exactly_zero_whatever_else_is_there(kind, poisoned):
     values = {name: tensor(-1.0, NAN if name == poisoned else -1.0) for name in ("logp", "proximal", "advantage")}
-    logp_T = values["logp"].requires_grad_()
-    loss_T, _ = gate.surrogate(kind, logp_T, values["proximal"], values["advantage"], tensor(1.0, 0.0))
+    mean_T, logp_T = tensor(0.0, NAN if poisoned == "log_rho" else 0.0), values["logp"].requires_grad_()
+    loss_T, _ = gate.surrogate(kind, logp_T, values["proximal"], values["advantage"], tensor(1.0, 0.0),
+                               rollout_log_rho_T=mean_T)  # fmt: skip
     loss_T.sum().backward()
     assert loss_T[1].item() == logp_T.grad[1].item() == 0.0 and logp_T.grad[0].item() == 1.0
 
 
 def test_surrogate_refuses_settings():
     one = tensor(-1.0)
-    with pytest.raises(ValueError, match="known: reinforce, ppo"):
+    with pytest.raises(ValueError, match="known: reinforce, ppo, gspo, cispo"):
         gate.surrogate("dpo", one, one, one, one)
-    with pytest.raises(ValueError, match="one length"):
-        gate.surrogate("ppo", one, None, one, one)
-    for low, high in ((-0.1, 0.2), (1.1, 0.2), (0.2, -0.1), (NAN, 0.2)):
-        with pytest.raises(ValueError, match="0 <= clip_low <= 1"):
-            gate.surrogate("ppo", one, one, one, one, low, high)
+    for kind in ("ppo", "cispo"):
+        with pytest.raises(ValueError, match="one length"):
+            gate.surrogate(kind, one, None, one, one)
+    with pytest.raises(ValueError, match=r"one length.*'rollout_log_rho': 'NoneType'"):
+        gate.surrogate("gspo", one, one, one, one)
+    for low, high, dual in ((-0.1, 0.2, INF), (1.1, 0.2, INF), (0.2, -0.1, INF), (NAN, 0.2, INF), (0.2, INF, INF),
+                            (0.2, 0.2, 1.2), (0.2, 0.2, 1.0), (0.2, 0.2, NAN)):  # fmt: skip
+        with pytest.raises(ValueError, match="need 0 <= clip_low <= 1 and 0 <= clip_high < dual_clip - 1"):
+            gate.surrogate("ppo", one, one, one, one, low, high, dual)
+
+
+def test_value_loss():
+    value_T, target_T = tensor(1.0, NAN, 2.0).requires_grad_(), tensor(3.0, 0.0, 1.0).requires_grad_()
+    loss_T = gate.value_loss(value_T, target_T, torch.tensor([True, False, True]))
+    loss_T.sum().backward()
+    assert loss_T.tolist() == [2.0, 0.0, 0.5] and value_T.grad.tolist() == [-2.0, 0.0, 1.0]
+    assert target_T.grad is None
+
+
+@pytest.mark.parametrize("observed,factor", [(0.0, 0.98), (0.079, 0.98), (0.09, 0.99), (0.1, 1.0), (0.11, 1.01),
+                                             (0.121, 1.02), (50.0, 1.02), (-1.0, 0.98)])  # fmt: skip
+def test_adapt_kl_moves_by_two_percent_at_most(observed, factor):
+    close(gate.adapt_kl(0.5, observed, 0.1), 0.5 * factor)
+
+
+@pytest.mark.parametrize("observed,target", [(NAN, 0.1), (INF, 0.1), (0.1, 0.0), (0.1, -1.0), (0.1, NAN)])
+def test_adapt_kl_refuses(observed, target):
+    with pytest.raises(ValueError, match=f"observed KL {observed} must be finite, its target {target} positive"):
+        gate.adapt_kl(0.5, observed, target)
 
 
 def test_kl_worked_values():
@@ -636,99 +862,44 @@ def test_kl_values_and_gradients_in_expectation_are_what_the_docstring_says():
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def chain(logp_T, behaviour_T, proximal_T, reference_T, advantage_T, trained_T, level, mode, surrogate, kl):
-    """Everything between a trainer's log-prob and a scalar loss."""
-    log_ratio_T = gate.log_ratio(logp_T, behaviour_T, trained_T)
-    decision = gate.gate(level, mode, 0.5, 2, log_ratio_T, torch.zeros_like(trained_T, dtype=torch.long), trained_T)
-    loss_T, _ = gate.surrogate(surrogate, logp_T, proximal_T, advantage_T, decision.weight_T)
-    loss_T = loss_T + gate.kl(kl, logp_T, reference_T, trained_T)
-    return gate.policy_loss(loss_T, decision.keep_T, gate.denominator("token", decision.keep_T, decision.keep_T.long()))
-
-
-@pytest.mark.parametrize("level,mode", LEVEL_MODES)
 @pytest.mark.parametrize("surrogate", gate.SURROGATES)
-@pytest.mark.parametrize("kl", gate.KLS)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
-def test_g10_masked_poison_reaches_neither_loss_nor_gradient(level, mode, surrogate, kl, poison):
-    trained_T = torch.tensor([True, False, True])
-    clean = [
-        tensor(-1.0, 0.0, -2.0),
-        tensor(-1.1, 0.0, -1.9),
-        tensor(-1.05, 0.0, -2.0),
-        tensor(-1.5, 0.0, -1.0),
-        tensor(0.7, 0.0, -0.6),
-    ]
-    expected = chain(*clean, trained_T, level, mode, surrogate, kl)
-    dirty = [x.masked_fill(~trained_T, poison).requires_grad_() for x in clean]
-    loss = chain(*dirty, trained_T, level, mode, surrogate, kl)
-    assert torch.equal(loss, expected) and loss.item() != 0
+def test_g10_masked_poison_reaches_neither_loss_nor_gradient(surrogate, poison):
+    trained_T, index_T = torch.tensor([True, False, True]), torch.zeros(3).long()
+    given = [tensor(-1.0, poison, -2.0), tensor(-1.1, poison, -1.9), tensor(-1.05, poison, -2.0)]
+    logp_T, behaviour_T, proximal_T = (x.requires_grad_() for x in given)
+    advantage_T = tensor(0.7, poison, -0.6)
+    decision = gate.gate("token", "mask", 0.5, 2, gate.log_ratio(logp_T, behaviour_T, trained_T), index_T, trained_T)
+    mean_T = gate.rollout_mean(gate.log_ratio(logp_T, proximal_T, trained_T), index_T, trained_T)
+    loss_T, _ = gate.surrogate(surrogate, logp_T, proximal_T, advantage_T, decision.weight_T, rollout_log_rho_T=mean_T)
+    loss = gate.policy_loss(loss_T + gate.kl("k3", logp_T, behaviour_T, trained_T), decision.keep_T, 2)
     loss.backward()
-    assert dirty[0].grad.isfinite().all() and (dirty[0].grad[trained_T] != 0).all()
-    for x in dirty:
-        assert x.grad is None or x.grad[1].item() == 0.0
+    assert loss.isfinite() and loss.item() != 0 and (logp_T.grad[trained_T] != 0).all()
+    for x in (logp_T, behaviour_T, proximal_T):
+        assert x.grad is None or (x.grad.isfinite().all() and x.grad[1].item() == 0.0)
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_g10_trained_poison_raises_with_position_and_values(poison):
-    good, bad, keep_T = tensor(-1.0, -2.0), tensor(-1.0, poison), true(2)
+    # every function and setting: test_golden.py; here the messages as a person meets them
+    good, bad, keep_T, zero_T = tensor(-1.0, -2.0), tensor(-1.0, poison), true(2), torch.zeros(2).long()
+    given = {"proximal": bad, "advantage": good, "weight": good}
     calls = {
-        f"logp={poison}, behaviour=-2.0": lambda: gate.log_ratio(bad, good, keep_T),
-        f"logp=-2.0, behaviour={poison}": lambda: gate.log_ratio(good, bad, keep_T),
-        f"log_ratio={poison}": lambda: decide("token", 0.5, 2, bad),
-        f"logp={poison}, proximal=-2.0": lambda: gate.surrogate("ppo", bad, good, good, good),
-        f"logp=-2.0, proximal={poison}": lambda: gate.surrogate("ppo", good, bad, good, good),
-        f"advantage={poison}": lambda: gate.surrogate("reinforce", good, None, bad, good),
-        f"weight={poison}": lambda: gate.surrogate("reinforce", good, None, good, bad),
-        f"loss={poison}": lambda: gate.policy_loss(bad, keep_T, 2),
-        f"logp={poison}, reference=-2.0": lambda: gate.kl("k3", bad, good),
-        f"logp=-2.0, reference={poison}": lambda: gate.kl("k1", good, bad, keep_T),
-        f" log_ratio={poison} ": lambda: gate.mismatch(bad, keep_T),
+        f"logp or behaviour is not finite where it counts: position 1 has logp={poison}, behaviour=-2.0 (1 such "
+        "positions)": lambda: gate.log_ratio(bad, good, keep_T),
+        f"logp=-2.0, proximal={poison}, advantage=-2.0": lambda: gate.surrogate("ppo", good, *given.values()),
+        f"1 has reward=-2.0, value={poison}": lambda: gate.gae(good, bad, zero_T, zero_T, keep_T, 1, 1),
+        f"position 1 has loss={poison}": lambda: gate.policy_loss(bad, keep_T, 2),
     }
-    for values, call in calls.items():
-        with pytest.raises(ValueError, match=f"position 1 has.*{values.strip()}"):
+    for message, call in calls.items():
+        with pytest.raises(gate.TokenError, match=re.escape(message)) as refusal:
             call()
+        assert refusal.value.position == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Rows, empty input, meters
+# Empty input, meters
 # ---------------------------------------------------------------------------------------------------------------
-
-
-def step_on_rows(order, level):
-    """Loss, gradient and meters of one batch whose tokens are laid out in `order`; results in the original order."""
-    torch.manual_seed(3)
-    rollout_T = torch.tensor([0] * 6 + [1] * 4 + [2] * 5)
-    trained_T = torch.rand(15) > 0.2
-    log_ratio_T, advantage_N = torch.randn(15) * 0.1 + 0.5 * (rollout_T == 1), torch.tensor([1.0, -0.5, 0.25])
-    logp_T, lag_T = -torch.rand(15), torch.randint(0, 2, (15,)) + (rollout_T == 2).long()
-    rollout_T, trained_T, log_ratio_T, lag_T = (x[order] for x in (rollout_T, trained_T, log_ratio_T, lag_T))
-    logp_T = logp_T[order].requires_grad_()
-    decision = gate.gate(level, "mask", 0.7, 1.4, log_ratio_T, rollout_T, trained_T, lag_T, 1)
-    advantage_T = gate.token_advantages(advantage_N, rollout_T, trained_T)
-    loss_T, _ = gate.surrogate("ppo", logp_T, logp_T.detach() - 0.1, advantage_T, decision.weight_T)
-    denominators = all_denominators(decision.keep_T, rollout_T, rollout_T, 3)
-    loss = gate.policy_loss(loss_T, decision.keep_T, denominators["rollout"])
-    loss.backward()
-    metrics = gate.gate_metrics(decision, log_ratio_T, lag_T, rollout_T) | gate.mismatch(log_ratio_T, trained_T)
-    back_T = torch.argsort(order)
-    return decision.reason_T[back_T], decision.weight_T[back_T], logp_T.grad[back_T], loss, denominators, metrics
-
-
-@pytest.mark.parametrize("level", gate.LEVELS)
-def test_h6_splitting_rollouts_into_rows_leaves_gate_and_loss_unchanged(level):
-    whole = step_on_rows(torch.arange(15), level)
-    assert {gate.KEPT, gate.STALE, gate.MASKED} <= set(whole[0].tolist())
-    assert (gate.RATIO_HIGH in whole[0]) == (level != "off")
-    # rollout 0 as rows of 2 and 4 tokens, rollout 1 as rows of 1 and 3, interleaved with the rest
-    for rows in (
-        [range(2, 6), range(6, 7), range(10, 15), range(0, 2), range(7, 10)],
-        [range(7, 10), range(0, 2), range(2, 6), range(6, 7), range(10, 15)],
-    ):
-        split = step_on_rows(torch.tensor([t for row in rows for t in row]), level)
-        assert all(torch.equal(a, b) for a, b in zip(whole[:3], split[:3], strict=True))
-        close(split[3], whole[3], 1e-6)
-        close(split[4], whole[4])
-        close(split[5], whole[5])
 
 
 def test_g12_mismatch_does_not_change_when_tool_text_lengthens():
@@ -757,6 +928,8 @@ def test_gate_metrics_values():
         "ratio_low": 0.0,
         "ratio_high": 0.25,
         "stale": 0.25,
+        "divergence": 0.0,
+        "gated": 0.5,
         "rollouts_gated": 2 / 3,
         "ess": 16 / (2 * 10),
         "ratio_p01": 0.1,
@@ -772,6 +945,17 @@ def test_gate_metrics_values():
     close(metrics, {**expected, **{f"lag_{i}": 0.0 for i in range(2, 8)}})
     assert all(type(value) is float for value in metrics.values())
     assert sum(metrics[f"lag_{i}"] for i in [*range(8), "8plus"]) == 1
+
+
+def test_gate_metrics_of_a_divergence():
+    # |p − q| is 0, 0.5, 0.225 and 0.147
+    log_ratio_T, behaviour_T = tensor(0.0, math.log(3.0), math.log(0.1), 5.0), tensor(0.5, 0.25, 0.25, 0.001).log()
+    rollout_T, lag_T = torch.tensor([0, 0, 1, 2]), torch.zeros(4).long()
+    decision = decide("token", 0, 0.2, log_ratio_T, statistic="tv", behaviour_T=behaviour_T)
+    metrics = gate.gate_metrics(decision, log_ratio_T, lag_T, rollout_T)
+    expected = {"kept": 0.5, "divergence": 0.5, "ratio_low": 0.0, "ratio_high": 0.0, "gated": 0.5, "stale": 0.0}
+    close({name: metrics[name] for name in expected}, expected)
+    close(metrics["rollouts_gated"], 1 / 3)
 
 
 def test_percentiles_are_nearest_rank():
@@ -791,6 +975,17 @@ def test_a_rank_without_tokens():
     logp_T, entropy_T = gate.token_logprobs(logits_TV, index_T, none_T)
     log_ratio_T, lag_T = gate.log_ratio(logp_T, none_T, mask_T), gate.lag(index_T, 4, mask_T)
     advantage_T = gate.token_advantages(gate.advantages("grpo", none_T, index_T), index_T, mask_T)
+    elsewhere_NC = tensor([0.0, 1.0], dtype=torch.float32)  # rollouts of other ranks
+    reward_T = gate.token_rewards(elsewhere_NC, index_T, index_T, mask_T)
+    for found_T in (
+        reward_T,
+        gate.gae(reward_T, none_T, index_T, index_T, mask_T, 1, 1),
+        gate.distill(none_T, none_T, mask_T),
+        gate.whiten(advantage_T, mask_T, tensor(1.0, 2.0)),
+        gate.rollout_mean(none_T, index_T, mask_T),
+        gate.value_loss(none_T, none_T, mask_T),
+    ):
+        assert found_T.shape == (0,) and found_T.dtype == torch.float32
     for level, mode in LEVEL_MODES:
         decision = gate.gate(level, mode, 0.5, 2, log_ratio_T, index_T, mask_T, lag_T, 1)
         assert len(decision.keep_T) == len(decision.weight_T) == len(decision.reason_T) == 0
@@ -805,109 +1000,7 @@ def test_a_rank_without_tokens():
     ]
     assert parts == [0, 0, 0, 4]
     metrics = gate.gate_metrics(decision, log_ratio_T, lag_T, index_T) | gate.mismatch(log_ratio_T, mask_T)
-    assert all(math.isnan(value) for value in metrics.values()) and len(metrics) == 10 + 11 + 5
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Unbiasedness, by enumeration
-# ---------------------------------------------------------------------------------------------------------------
-
-PAIRS_N2 = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # every rollout of two tokens, as one batch
-ROLLOUT_T = torch.arange(9).repeat_interleave(2)
-
-
-class TablePolicy:
-    """Two tokens over a vocabulary of three: one logit row for the first, one per first token for the second."""
-
-    def __init__(self, seed):
-        torch.manual_seed(seed)
-        self.logits_CV = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
-
-    def logp_T(self):
-        first_N, second_N = PAIRS_N2.unbind(1)
-        logp_CV = self.logits_CV.log_softmax(-1)
-        return torch.stack([logp_CV[0, first_N], logp_CV[1 + first_N, second_N]], 1).flatten()
-
-    def gradient(self, scalar):
-        return torch.autograd.grad(scalar, self.logits_CV)[0]
-
-
-def p_N(logp_T):
-    return logp_T.view(9, 2).sum(1).exp()
-
-
-def make_rewards():
-    torch.manual_seed(9)
-    return torch.randn(9, dtype=torch.float64)
-
-
-def exact_gradient(policy, reward_N):
-    return policy.gradient(-(p_N(policy.logp_T()) * reward_N).sum())
-
-
-def sampled_gradient(policy, sampler, reward_N, weigh):
-    """Expectation under the sampler of the gradient of one rollout's loss: Σ over its tokens, denominator 1."""
-    logp_T, behaviour_T = policy.logp_T(), sampler.logp_T().detach()
-    weight_T = weigh(gate.log_ratio(logp_T, behaviour_T, true(18)))
-    advantage_T = gate.token_advantages(reward_N, ROLLOUT_T, true(18))
-    loss_T, _ = gate.surrogate("reinforce", logp_T, None, advantage_T, weight_T)
-    return policy.gradient(gate.policy_loss(loss_T * p_N(behaviour_T)[ROLLOUT_T], true(18), 1))
-
-
-@pytest.mark.parametrize("level,mode", LEVEL_MODES)
-def test_on_policy_expected_gradient_is_the_policy_gradient(level, mode):
-    policy, reward_N = TablePolicy(0), make_rewards()
-    exact = exact_gradient(policy, reward_N)
-    assert exact.abs().max() > 0.05
-    sampled = sampled_gradient(
-        policy, policy, reward_N, lambda log_r_T: decide(level, 0.5, 2, log_r_T, ROLLOUT_T, mode=mode).weight_T
-    )
-    close(sampled, exact, 1e-9)
-
-
-def token_weight(level, log_ratio_T):
-    return decide(level, 0, INF, log_ratio_T, ROLLOUT_T).weight_T
-
-
-def test_stale_sampler_token_weights_are_first_order_and_sequence_weights_exact():
-    """Per-token r_t corrects the action, not the state that the action is taken in, nor what follows it.
-
-    Its expected gradient is that of Σ_t E[R] with only token t drawn from the policy and the rest from the sampler:
-    the true gradient at zero distance, biased away from it. The product of the ratios of the whole rollout has no
-    bias. gate() offers the first as weights and the second only as a gate, so this bias is measured here: it shrinks
-    in proportion to the distance between the policies, and is smaller than that of no correction.
-    """
-    reward_N, errors = make_rewards(), []
-    for distance in (0.2, 0.02):
-        policy, sampler = TablePolicy(0), TablePolicy(0)
-        with torch.no_grad():
-            sampler.logits_CV += distance * TablePolicy(5).logits_CV
-        exact = exact_gradient(policy, reward_N)
-
-        sampled = functools.partial(sampled_gradient, policy, sampler, reward_N)
-        close(sampled(lambda log_r_T: p_N(log_r_T.detach())[ROLLOUT_T]), exact, 1e-9)
-        others_N2, own_N2 = sampler.logp_T().detach().view(9, 2).flip(1), policy.logp_T().view(9, 2)
-        first_order = policy.gradient(-((others_N2 + own_N2).exp().sum(1) * reward_N).sum())
-        for level in ("token", "seq", "geo"):
-            close(sampled(functools.partial(token_weight, level)), first_order, 1e-9)
-        errors.append((first_order - exact).norm() / exact.norm())
-        uncorrected = sampled(functools.partial(token_weight, "off"))
-        assert (uncorrected - exact).norm() / exact.norm() > errors[-1]
-    assert 0.01 < errors[0] < 0.5 and 5 < errors[0] / errors[1] < 20
-
-
-@pytest.mark.parametrize("level", ["token", "seq", "geo"])
-def test_stale_sampler_is_unbiased_for_rollouts_of_one_token(level):
-    torch.manual_seed(2)
-    logits_V = torch.randn(3, dtype=torch.float64).requires_grad_()
-    behaviour_V, reward_V = torch.randn(3, dtype=torch.float64).log_softmax(0), torch.randn(3, dtype=torch.float64)
-    logp_V = logits_V.log_softmax(0)  # the three outcomes as three rollouts of one token
-    decision = decide(level, 0, INF, gate.log_ratio(logp_V, behaviour_V, true(3)), torch.arange(3))
-    loss_V, _ = gate.surrogate("reinforce", logp_V, None, reward_V, decision.weight_T)
-    sampled = torch.autograd.grad((behaviour_V.exp() * loss_V).sum(), logits_V, retain_graph=True)[0]
-    exact = torch.autograd.grad(-(logp_V.exp() * reward_V).sum(), logits_V)[0]
-    assert exact.abs().max() > 0.05
-    close(sampled, exact, 1e-9)
+    assert all(math.isnan(value) for value in metrics.values()) and len(metrics) == 14 + 9 + 5
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -917,6 +1010,10 @@ def test_stale_sampler_is_unbiased_for_rollouts_of_one_token(level):
 LENGTHS = [2, 6, 1, 3, 4, 2, 5]
 GROUPS = [0, 0, 1, 1, 2, 2, 2]
 UNTRAINED, STALE_ROLLOUT, FAR_ROLLOUT = 3, 5, 4  # in a world of four, rank 3 owns the untrained rollout only
+
+
+# Denominator and surrogate: every one of either.
+WAYS = [*((kind, "ppo") for kind in gate.DENOMINATORS), *(("token", kind) for kind in gate.SURROGATES if kind != "ppo")]
 
 
 def make_rollout(i):
@@ -957,7 +1054,7 @@ def weights(epoch):
     return start_FV + epoch * 0.2 * torch.randn(5, 4, generator=generator, dtype=torch.float64)
 
 
-def train_step(rank, world, micro, kind, reduce):
+def train_step(rank, world, micro, kind, surrogate, reduce):
     """One rank's part of a step, as the trainer does it: gate, global denominator, micro-batches, sum of gradients."""
     indices = list(range(rank, len(LENGTHS), world))
     batch = concatenate(indices)
@@ -974,13 +1071,15 @@ def train_step(rank, world, micro, kind, reduce):
             kind, decision.keep_T, batch["rollout_T"], batch["group_T"], 9.0, kept_G=kept_G, world_size=world
         )
     )
+    log_rho_T = gate.log_ratio(policy_logp(weights(1), batch), proximal_T, batch["trained_T"])
+    mean_T = gate.rollout_mean(log_rho_T, batch["rollout_T"], batch["trained_T"])
     w_FV, loss, clipped = weights(1).requires_grad_(), torch.zeros((), dtype=torch.float64), torch.tensor(0)
     for first in range(0, len(indices), micro):
         mask_T = (batch["rollout_T"] >= first) & (batch["rollout_T"] < first + micro)
         part = {key: value[mask_T] for key, value in batch.items()}
         logp_T = policy_logp(w_FV, part)
         given_T = proximal_T[mask_T], advantage_T[mask_T], decision.weight_T[mask_T]
-        loss_T, clipped_T = gate.surrogate("ppo", logp_T, *given_T)
+        loss_T, clipped_T = gate.surrogate(surrogate, logp_T, *given_T, 0.1, 0.1, rollout_log_rho_T=mean_T[mask_T])
         loss_T = loss_T + 0.1 * gate.kl("k2", logp_T, proximal_T[mask_T], part["trained_T"])
         part_loss = gate.policy_loss(loss_T, decision.keep_T[mask_T], total)
         part_loss.backward()
@@ -991,7 +1090,7 @@ def train_step(rank, world, micro, kind, reduce):
         "grad_FV": reduce(w_FV.grad),
         "denominator": total,
         "clipped": reduce(clipped),
-        "reasons": reduce(torch.bincount(decision.reason_T.long(), minlength=5)),
+        "reasons": reduce(torch.bincount(decision.reason_T.long(), minlength=len(gate.REASONS))),
     }
 
 
@@ -1021,8 +1120,8 @@ def worker(rank, folder):
         if rank >= world:
             continue
         reduce = functools.partial(all_reduced, group)
-        for kind, micro in itertools.product(gate.DENOMINATORS, (1, 2, len(LENGTHS))):
-            results[world, micro, kind] = train_step(rank, world, micro, kind, reduce)
+        for way, micro in itertools.product(WAYS, (1, 2, len(LENGTHS))):
+            results[world, micro, way] = train_step(rank, world, micro, *way, reduce)
         results[world, "g8"] = g8_loss(rank, world, reduce)
     if rank == 0:
         torch.save(results, f"{folder}/results.pt")
@@ -1044,21 +1143,21 @@ def distributed(tmp_path_factory):
     return torch.load(f"{folder}/results.pt")
 
 
-def alone(micro, kind):
-    return train_step(0, 1, micro, kind, lambda x: x)
+def alone(micro, way):
+    return train_step(0, 1, micro, *way, lambda x: x)
 
 
-@pytest.mark.parametrize("kind,expected", [("token", 12), ("rollout", 4), ("group", 3), ("constant", 9)])
-def test_gradient_is_the_same_for_every_world_and_micro_batch_size(distributed, kind, expected):
-    reference = alone(len(LENGTHS), kind)
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_gradient_is_the_same_for_every_world_and_micro_batch_size(distributed, way):
+    reference = alone(len(LENGTHS), way)
     # 23 tokens: rollouts 1, 4 and 6 have one masked, rollout 3 all three; rollout 4 is far, 5 stale
-    assert reference["reasons"].tolist() == [12, 6, 0, 3, 2]
-    assert reference["denominator"].item() == expected
-    assert reference["grad_FV"].abs().max() > 1e-2 and reference["clipped"] > 0
+    assert reference["reasons"].tolist() == [12, 6, 0, 3, 2, 0]
+    assert reference["denominator"].item() == {"token": 12, "rollout": 4, "group": 3, "constant": 9}[way[0]]
+    assert reference["grad_FV"].abs().max() > 1e-2 and (reference["clipped"] > 0) == (way[1] != "reinforce")
     for micro in (1, 2):
-        close(alone(micro, kind), reference)
+        close(alone(micro, way), reference)
     for world, micro in itertools.product((2, 4), (1, 2, len(LENGTHS))):
-        close(distributed[world, micro, kind], reference)
+        close(distributed[world, micro, way], reference)
 
 
 def test_g8_value_in_every_world(distributed):
