@@ -113,9 +113,9 @@ class Batch:
         """What an engine or an earlier pass of the trainer recorded: log-probs, NaN at prompt tokens."""
         return score_all(policy_SV)[0][self.pair_T].masked_fill(~self.trained_T, NAN)
 
-    def decide(self, trainer_SV, sampler_SV, level="off", mode="mask", low=0.0, high=INF, **more):
+    def decide(self, trainer_T, sampler_SV, level="off", mode="mask", low=0.0, high=INF, **more):
         behaviour_T = self.recorded(sampler_SV)
-        log_ratio_T = gate.log_ratio(self.recorded(trainer_SV), behaviour_T, self.trained_T)
+        log_ratio_T = gate.log_ratio(trainer_T, behaviour_T, self.trained_T)
         return gate.gate(level, mode, low, high, log_ratio_T, self.rollout_T, self.trained_T,
                          behaviour_T=behaviour_T, **more)  # fmt: skip
 
@@ -283,11 +283,14 @@ class Case:
         return -torch.autograd.grad(sum(q * loss_of(b, score_A[b.pair_T]) for b, q in batches), live_SV)[0]
 
     def expected(self, advantage_of=None, setting=None, proximal_SV=None, **more):
-        """The gradient of Batch.loss, gated by the setting, with advantage_of(batch)."""
-        trainer_SV = self.policy_SV if proximal_SV is None else proximal_SV
+        """The gradient of Batch.loss, gated by the setting, with advantage_of(batch).
+
+        Without a proximal policy the gate sees the live log-probs: no gradient may pass through its weights.
+        """
 
         def loss_of(b, logp_T):
-            decision = None if setting is None else b.decide(trainer_SV, self.sampler_SV, **setting)
+            trainer_T = logp_T if proximal_SV is None else b.recorded(proximal_SV)
+            decision = None if setting is None else b.decide(trainer_T, self.sampler_SV, **setting)
             return b.loss(logp_T, advantage_of and advantage_of(b), decision, proximal_SV=proximal_SV, **more)
 
         return self.gradient(loss_of)
@@ -391,9 +394,11 @@ def test_a_rollout_that_leaves_for_no_fault_of_its_tokens_leaves_no_bias(leaves)
     def loss_of(b, logp_T):
         if leaves == "crash":
             advantage_T = b.advantage("rloo", b.reward_N.masked_fill(gone_N, NAN), ~gone_N)
+            assert not advantage_T[gone_N[b.rollout_T]].any()  # the expectation would not show it: E[score] is 0
             return b.loss(logp_T, advantage_T, denominator="constant", constant=2.0)
-        oldest_T = torch.where(gone_N[b.rollout_T] & (b.call_T == 0), 3, 2)
-        decision = b.decide(case.policy_SV, case.policy_SV, lag_T=oldest_T, max_lag=2)
+        lag_T = torch.where(gone_N[b.rollout_T] & (b.call_T == 0), 3, 2)
+        decision = b.decide(logp_T, case.policy_SV, lag_T=lag_T, max_lag=2)
+        assert not decision.keep_T[gone_N[b.rollout_T]].any()
         return b.loss(logp_T, b.advantage("rloo", b.reward_N), decision)
 
     close(case.gradient(loss_of), case.exact)
