@@ -738,9 +738,11 @@ def kl(kind: str, logp_T: Tensor, reference_T: Tensor, trained_T: Tensor | None 
 
     With log r = reference − logp (nats; Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx):
       k1  −log r             unbiased value, can be negative; as a loss its expected gradient is 0, not the KL's
-      k2  (log r)² / 2       biased value; as a loss its expected gradient is the KL's
+      k2  (log r)² / 2       biased value; as a loss its expected gradient is the KL's, the states visited held fixed
       k3  r − 1 − log r      unbiased value, never negative; as a loss its gradient is that of KL(reference ‖ policy)
-    So k1 and k3 belong inside the reward, k2 in the loss. trained_T None: every token is trained.
+    Inside the reward only k1 gives the KL's gradient, and gives it for whole sequences: an unbiased value does not make
+    an unbiased gradient, and k3 there can point uphill (tests/test_estimators.py). So k1 belongs inside the reward, k2
+    in the loss; k3 in the loss pulls the other way around (GRPO's choice). trained_T None: every token is trained.
     Raises ValueError for an unknown kind, lengths that differ, or a value that is not finite where trained.
 
     >>> round(kl("k3", torch.tensor([-1.0]), torch.tensor([-1.5])).item(), 4)

@@ -112,7 +112,7 @@ class TrainConfig:
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, per token")
     ref_model: str = flag("", "folder of a frozen model to compare with: a KL reference, or the teacher")
     kl_coef: float = flag(0.0, "weight of the KL to ref_model; 0: it is measured only")
-    kl_estimator: str = flag("k2", "k1, k2 or k3 (see gate.kl): k2 is the one for the loss, k1 the one for the reward")
+    kl_estimator: str = flag("k2", "k2 or k3 in the loss, k1 in the reward (see gate.kl)")
     kl_as: str = flag("loss", "where the KL enters: loss or reward")
     kl_target: float = flag(0.0, "nats per token at which kl_coef is steered to hold the KL; 0: kl_coef is fixed")
     distill_coef: float = flag(1.0, "on_policy_distill: factor of the advantage")
@@ -210,8 +210,9 @@ def validate_loss(cfg: TrainConfig) -> None:
          "leave out --overlong_limit and --kl_as reward"),
         (not cfg.ref_model and (cfg.kl_coef or cfg.advantage == "on_policy_distill"),
          f"--kl_coef {cfg.kl_coef}, --advantage {cfg.advantage}: no model to compare with; give --ref_model"),
-        (cfg.kl_coef and cfg.kl_as == "loss" and cfg.kl_estimator == "k1",
-         "--kl_estimator k1 in the loss has an expected gradient of 0; use k2, or --kl_as reward"),
+        (cfg.kl_coef and (cfg.kl_as == "reward") != (cfg.kl_estimator == "k1"),
+         f"--kl_estimator {cfg.kl_estimator} --kl_as {cfg.kl_as} does not give the KL's gradient (see gate.kl): "
+         "use k2 or k3 in the loss, k1 in the reward"),
         (cfg.kl_target and not cfg.kl_coef,
          f"--kl_target {cfg.kl_target} steers --kl_coef, which is 0; give one to start from"),
     ):  # fmt: skip

@@ -1009,6 +1009,8 @@ REFUSALS = [
     ({"kl_coef": 0.1}, "--kl_coef 0.1", "give --ref_model"),
     ({"advantage": "on_policy_distill"}, "on_policy_distill", "give --ref_model"),
     ({"ref_model": "nowhere"}, "'nowhere'", "give a model folder"),
+    ({"kl_coef": 0.1, "kl_estimator": "k1", "ref_model": "MODEL"}, "k1 --kl_as loss", "use k2 or k3 in the loss"),
+    ({"kl_coef": 0.1, "kl_estimator": "k3", "kl_as": "reward", "ref_model": "MODEL"}, "k3", "k1 in the reward"),
     ({"kl_target": 0.1}, "--kl_target 0.1", "give one to start from"),
     ({"kl_as": "penalty"}, "--kl_as 'penalty'", "loss, reward"),
     ({"kl_estimator": "k4"}, "--kl_estimator 'k4'", "k1, k2, k3"),
@@ -1040,6 +1042,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("changes,value,remedy", REFUSALS, ids=lambda x: str(x) if isinstance(x, dict) else "")
 def test_validate_refuses_with_the_value_and_a_remedy(good, changes, value, remedy):
+    changes = {key: good.model if value == "MODEL" else value for key, value in changes.items()}
     with pytest.raises(ValueError, match=remedy) as refusal:
         rl.validate(replace(good, **changes))
     assert value in str(refusal.value)

@@ -49,7 +49,7 @@ CASES = {
              "overlong_penalty": 0.5, "kl_coef": 0.05, "kl_estimator": "k1", "kl_as": "reward", **REFERENCED},
     "cispo": {"advantage": "dr_grpo", "surrogate": "cispo", "gate": "token:mask:0:0.003:tv", "minibatches": 2,
               "clip_low": 0.05, "clip_high": 0.05, "denominator": "group", "turn_rewards": True, "discount": 0.9,
-              "whiten": True, "overlong_limit": 30, "overlong_buffer": 15, "kl_coef": 0.05, "kl_estimator": "k3",
+              "whiten": True, "overlong_limit": 30, "overlong_buffer": 15, "kl_coef": 0.05, "kl_estimator": "k1",
               "kl_as": "reward", **REFERENCED},
     "gae": {"advantage": "gae", "surrogate": "ppo", "gate": "off", "minibatches": 2, "denominator": "constant",
             "discount": 0.9, "gae_lambda": 0.8, "value_coef": 0.7, "whiten": True, "overlong_limit": 30,
