@@ -23,8 +23,8 @@ Index tensors: rollout_T  int64, which rollout (0..N-1) a token belongs to, what
                call_T     int64, which call of its rollout (0..C-1) sampled the token
                group_T    int64, which group (0..G-1, dense over the whole batch, equal on every rank)
 
-A number that is not finite where it is trained raises TokenError with its position and values. Where it is
-masked it is replaced by torch.where *before* any exp, so that neither the loss nor autograd ever sees it
+A number that is not finite where it is trained raises TokenError, a ValueError, with its position and values. Where
+it is masked it is replaced by torch.where *before* any exp, so that neither the loss nor autograd ever sees it
 (0 · NaN is NaN in a backward pass, so masking a loss afterwards would be too late).
 Log-probs and log-ratios are in nats; lags are in policy versions. float64 inputs stay float64.
 """
@@ -104,20 +104,21 @@ def _same_length(**tensors_T: Tensor) -> None:
         raise ValueError(f"expected 1-D tensors of one length, got {shapes}")
 
 
-def _refuse(bad_T: Tensor, why: str, **values_T: Tensor) -> None:
-    """Raise TokenError naming the first position where bad_T holds and every named value there."""
+def _refuse(bad_T: Tensor, why: str, of_tokens: bool = True, **values_T: Tensor) -> None:
+    """Raise TokenError (ValueError of rollouts) naming the first position where bad_T holds and each value there."""
     if bad_T.any():
         position = int(bad_T.nonzero()[0])
         values = ", ".join(f"{name}={x[position].item()!r}" for name, x in values_T.items())
-        raise TokenError(position, f"{why}: position {position} has {values} ({int(bad_T.sum())} such positions)")
+        what = f"{why}: position {position} has {values} ({int(bad_T.sum())} such positions)"
+        raise TokenError(position, what) if of_tokens else ValueError(what)
 
 
-def _refuse_non_finite(where_T: Tensor, **values_T: Tensor) -> None:
-    """Raise TokenError if any of the values is NaN or infinite at a position where where_T holds."""
+def _refuse_non_finite(where_T: Tensor, of_tokens: bool = True, **values_T: Tensor) -> None:
+    """Raise if any of the values is NaN or infinite at a position where where_T holds."""
     bad_T = torch.zeros_like(where_T)
     for x in values_T.values():
         bad_T = bad_T | ~torch.isfinite(x)
-    _refuse(where_T & bad_T, f"{' or '.join(values_T)} is not finite where it counts", **values_T)
+    _refuse(where_T & bad_T, f"{' or '.join(values_T)} is not finite where it counts", of_tokens, **values_T)
 
 
 def _refuse_outside(where_T: Tensor, what: str, index_T: Tensor, count: int) -> None:
@@ -208,7 +209,7 @@ def advantages(kind: str, reward_N: Tensor, group_N: Tensor, valid_N: Tensor | N
     valid_N = torch.ones_like(group_N, dtype=torch.bool) if valid_N is None else valid_N
     _same_length(reward=reward_N, group=group_N, valid=valid_N)
     _check_floating(reward_N)
-    _refuse_non_finite(valid_N, reward=reward_N)
+    _refuse_non_finite(valid_N, False, reward=reward_N)
     reward_N = torch.where(valid_N, reward_N, 0.0)
     if kind == "reinforce":
         return reward_N
@@ -272,7 +273,7 @@ def returns(reward_NC: Tensor, calls_N: Tensor, discount: float) -> Tensor:
     _same_length(reward=reward_NC[:, 0], calls=calls_N)
     call_C = torch.arange(reward_NC.shape[1], device=calls_N.device)
     beyond_N = ((call_C >= calls_N[:, None]) & (reward_NC != 0)).any(1)
-    _refuse(beyond_N, "a reward lies beyond the rollout's calls", calls=calls_N)
+    _refuse(beyond_N, "a reward lies beyond the rollout's calls", False, calls=calls_N)
     return_NC, ahead_N = torch.empty_like(reward_NC), torch.zeros_like(reward_NC[:, 0])
     for call in reversed(range(reward_NC.shape[1])):
         return_NC[:, call] = ahead_N = reward_NC[:, call] + discount * ahead_N
@@ -298,7 +299,7 @@ def token_rewards(reward_NC: Tensor, rollout_T: Tensor, call_T: Tensor, trained_
     last = last.scatter_reduce(0, rollout_T[at] * calls + call_T[at], at, "amax")
     here_N = (last.view(rollouts, calls) >= 0).any(1)
     lost_N = ((last.view(rollouts, calls) < 0) & (reward_NC != 0)).any(1) & here_N
-    _refuse(lost_N, "a rewarded call has no trained token", reward=reward_NC.sum(1))
+    _refuse(lost_N, "a rewarded call has no trained token", False, reward=reward_NC.sum(1))
     reward_T = torch.zeros(len(trained_T), dtype=reward_NC.dtype, device=at.device)
     reward_T[last[last >= 0]] = reward_NC.flatten()[last >= 0]
     return reward_T
@@ -366,7 +367,7 @@ def whiten(advantage_T: Tensor, trained_T: Tensor, whole_t: Tensor) -> Tensor:
     """
     _same_length(advantage=advantage_T, trained=trained_T)
     _refuse_non_finite(trained_T, advantage=advantage_T)
-    _refuse_non_finite(torch.ones_like(whole_t, dtype=torch.bool), whole=whole_t)
+    _refuse_non_finite(torch.ones_like(whole_t, dtype=torch.bool), False, whole=whole_t)
     if len(whole_t) < 2 or whole_t.max() == whole_t.min():
         return torch.zeros_like(advantage_T)
     centre, scale = whole_t.double().mean().item(), whole_t.double().std().item() + EPSILON
@@ -397,7 +398,7 @@ def no_signal(reward_n: Tensor) -> str | None:
     >>> [no_signal(torch.tensor(rewards)) for rewards in ([1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0])]
     ['all_pass', 'all_fail', None, 'one_valid']
     """
-    _refuse_non_finite(torch.ones_like(reward_n, dtype=torch.bool), reward=reward_n)
+    _refuse_non_finite(torch.ones_like(reward_n, dtype=torch.bool), False, reward=reward_n)
     if len(reward_n) < 2:
         return "one_valid"
     if reward_n.max() > reward_n.min():
@@ -525,11 +526,12 @@ def _divergence(statistic: str, log_ratio_T: Tensor, behaviour_T: Tensor, traine
     _same_length(log_ratio=log_ratio_T, behaviour=behaviour_T)
     _refuse_non_finite(trained_T, behaviour=behaviour_T)
     sampler_T = torch.where(trained_T, behaviour_T.detach().double(), 0.0)
-    # Rounding may lift a probability above 1.
-    q_T, p_T = (logp_T.exp().clamp(max=1) for logp_T in (sampler_T, sampler_T + log_ratio_T))
+    # Rounding may lift a probability to 1 or above: a certainty in float32, and any step from it infinitely far.
+    q_T, p_T = (logp_T.exp().clamp(max=1 - 2**-24) for logp_T in (sampler_T, sampler_T + log_ratio_T))
     if statistic == "tv":
         return (p_T - q_T).abs()
-    return -q_T * log_ratio_T + torch.xlogy(1 - q_T, 1 - q_T) - torch.xlogy(1 - q_T, 1 - p_T)
+    pairs = ((q_T, p_T), (1 - q_T, 1 - p_T))
+    return sum(torch.xlogy(a_T, a_T) - torch.xlogy(a_T, b_T) for a_T, b_T in pairs)
 
 
 def rollout_mean(value_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:

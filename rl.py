@@ -116,8 +116,8 @@ class TrainConfig:
     kl_as: str = flag("loss", "where the KL enters: loss or reward")
     kl_target: float = flag(0.0, "nats per token at which kl_coef is steered to hold the KL; 0: kl_coef is fixed")
     distill_coef: float = flag(1.0, "on_policy_distill: factor of the advantage")
-    denominator: str = flag("token", "what the loss is divided by: token, rollout, group or constant")
-    denominator_constant: float = flag(1.0, "the divisor where denominator is constant, of each mini-batch")
+    denominator: str = flag("token", "what a mini-batch's loss is divided by: token, rollout, group or constant")
+    denominator_constant: float = flag(1.0, "the divisor where denominator is constant")
     max_lag: int = flag(0, "largest lag of a token at consumption; must equal the rollout nodes'")
     token_budget: int = flag(1024, "tokens of one packed micro-batch")
     head_chunk: int = flag(2048, "sampled positions whose logits exist at once")
@@ -137,10 +137,10 @@ def read_gate(text: str) -> dict:
     if ":" not in text:
         return gate.preset(text)
     level, mode, *band = text.split(":")
-    more = {"kl": {"statistic": "kl"}, "tv": {"statistic": "tv"}, "rollout": {"weight": "rollout"}, "": {}}
+    more = {(): {}, ("kl",): {"statistic": "kl"}, ("tv",): {"statistic": "tv"}, ("rollout",): {"weight": "rollout"}}
     try:
-        low, high, option = [*band, ""] if len(band) == 2 else band
-        return {"level": level, "mode": mode, "low": float(low), "high": float(high)} | more[option]
+        low, high, *option = band
+        return {"level": level, "mode": mode, "low": float(low), "high": float(high)} | more[tuple(option)]
     except (ValueError, KeyError):
         raise ValueError(
             f"--gate {text!r} must be a preset or level:mode:low:high, low and high numbers, "
@@ -148,8 +148,9 @@ def read_gate(text: str) -> dict:
         ) from None
 
 
-LEAST = (("steps", 1), ("token_budget", 2), ("head_chunk", 1), ("minibatches", 1), ("max_lag", 0), ("kl_coef", 0),
-         ("kl_target", 0), ("overlong_limit", 0), ("dual_clip", 0), ("value_coef", 0))  # fmt: skip
+LEAST = {"steps": 1, "token_budget": 2, "head_chunk": 1, "minibatches": 1, "max_lag": 0, "lr": 0, "grad_clip": 1e-9,
+         "kl_coef": 0, "kl_target": 0, "entropy_coef": 0, "value_coef": 0, "distill_coef": 0, "overlong_limit": 0,
+         "overlong_penalty": 0, "dual_clip": 0, "denominator_constant": 1e-9}  # fmt: skip
 """The smallest value of a field."""
 
 
@@ -172,11 +173,9 @@ def validate(cfg: TrainConfig) -> None:
     ):
         if vars(cfg)[name] not in known:
             raise ValueError(f"--{name} {vars(cfg)[name]!r} must be one of {', '.join(known)}")
-    for name, least in LEAST:
-        if not vars(cfg)[name] >= least:  # nor NaN
-            raise ValueError(f"--{name} {vars(cfg)[name]} must be {least} or more")
-    if cfg.denominator == "constant" and not cfg.denominator_constant > 0:
-        raise ValueError(f"--denominator_constant {cfg.denominator_constant} must be positive")
+    for name, least in LEAST.items():
+        if not least <= vars(cfg)[name] < math.inf:  # nor NaN
+            raise ValueError(f"--{name} {vars(cfg)[name]} must be finite and {least} or more")
     validate_loss(cfg)
     if not os.environ.get("INSTAR_SECRET"):
         raise ValueError(
@@ -186,7 +185,8 @@ def validate(cfg: TrainConfig) -> None:
 
 def validate_loss(cfg: TrainConfig) -> None:
     """Refuse settings of the loss that gate.py refuses, that bend the gradient unseen, or that would do nothing."""
-    chosen, none, by_token = read_gate(cfg.gate), torch.zeros(0), cfg.advantage in ("gae", "on_policy_distill")
+    chosen, none = read_gate(cfg.gate), torch.zeros(0)
+    gae, distill = cfg.advantage == "gae", cfg.advantage == "on_policy_distill"
     index = none.long()
     gate.gate(**chosen, log_ratio_T=none, rollout_T=index, trained_T=none.bool(), behaviour_T=none)
     gate.surrogate(cfg.surrogate, none, none, none, none, *clips(cfg), none)
@@ -201,23 +201,32 @@ def validate_loss(cfg: TrainConfig) -> None:
         (cfg.minibatches > 1 and cfg.surrogate == "reinforce",
          f"--minibatches {cfg.minibatches} trains on samples of before the step's earlier mini-batches, which "
          "--surrogate reinforce does not correct; use ppo, gspo or cispo"),
-        (cfg.discount != 1 and not (cfg.turn_rewards or cfg.advantage == "gae"),
-         f"--discount {cfg.discount} does nothing without --turn_rewards True or --advantage gae"),
-        (cfg.turn_rewards and by_token,
-         f"--turn_rewards does nothing for --advantage {cfg.advantage}; leave it out"),
-        (cfg.advantage == "on_policy_distill" and (cfg.overlong_limit or (cfg.kl_coef and cfg.kl_as == "reward")),
-         "--advantage on_policy_distill ignores rewards, so nothing can be added to them; "
-         "leave out --overlong_limit and --kl_as reward"),
-        (not cfg.ref_model and (cfg.kl_coef or cfg.advantage == "on_policy_distill"),
+        (chosen["mode"] == "trunc" and chosen["low"],
+         f"--gate {cfg.gate}: mode trunc has no lower bound; give 0, or mode clip"),
+        (not cfg.ref_model and (cfg.kl_coef or distill),
          f"--kl_coef {cfg.kl_coef}, --advantage {cfg.advantage}: no model to compare with; give --ref_model"),
         (cfg.kl_coef and (cfg.kl_as == "reward") != (cfg.kl_estimator == "k1"),
          f"--kl_estimator {cfg.kl_estimator} --kl_as {cfg.kl_as} does not give the KL's gradient (see gate.kl): "
          "use k2 or k3 in the loss, k1 in the reward"),
-        (cfg.kl_target and not cfg.kl_coef,
-         f"--kl_target {cfg.kl_target} steers --kl_coef, which is 0; give one to start from"),
     ):  # fmt: skip
         if wrong:
             raise ValueError(why)
+    for used, where, names in (
+        (cfg.surrogate in ("ppo", "gspo"), "--surrogate ppo or gspo", "dual_clip"),
+        (cfg.surrogate != "reinforce", "--surrogate ppo, gspo or cispo", "clip_low clip_high"),
+        (gae, "--advantage gae", "gae_lambda value_coef"),
+        (distill, "--advantage on_policy_distill", "distill_coef"),
+        (not distill, "rewards, which --advantage on_policy_distill ignores", "overlong_limit"),
+        (not (distill or gae), "an advantage over rollouts", "turn_rewards"),
+        (gae or cfg.turn_rewards, "--turn_rewards True or --advantage gae", "discount"),
+        (cfg.overlong_limit, "--overlong_limit", "overlong_buffer overlong_penalty"),
+        (cfg.kl_coef, "--kl_coef", "kl_estimator kl_as kl_target"),
+        (not distill or cfg.kl_as == "loss", "rewards, which --advantage on_policy_distill ignores", "kl_as"),
+        (cfg.denominator == "constant", "--denominator constant", "denominator_constant"),
+    ):
+        for name in names.split():
+            if not used and vars(cfg)[name] != vars(TrainConfig)[name]:
+                raise ValueError(f"--{name} {vars(cfg)[name]} does nothing without {where}; leave it out")
 
 
 def clips(cfg: TrainConfig) -> tuple[float, float, float]:
@@ -402,7 +411,8 @@ class Scored(NamedTuple):
 class Policy(nn.Module):
     """The model under FSDP2, and the only forward the trainer has: log-probs of chosen tokens of packed rows.
 
-    ``--advantage gae`` adds a value head: one linear map of the last hidden state, 0 at the start, sent to no engine.
+    ``--advantage gae`` adds a value head: one linear map of the last hidden state in ``dtype``, 0 at the start, sent to
+    no engine.
     """
 
     def __init__(self, cfg: TrainConfig, dtype: torch.dtype = torch.float32):
@@ -467,7 +477,7 @@ def make_reference(cfg: TrainConfig, ranks: Ranks) -> Policy | None:
     if not cfg.ref_model:
         return None
     frozen = replace(cfg, model=cfg.ref_model, advantage="reinforce")
-    return shard(Policy(frozen, vars(torch)[cfg.dtype]).requires_grad_(False), frozen, ranks)
+    return shard(Policy(frozen, vars(torch)[cfg.dtype]).requires_grad_(False).eval(), frozen, ranks)
 
 
 def make_replay(policy: Policy, cfg: TrainConfig, device: torch.device) -> moe_replay.RouteReplay | None:
@@ -671,8 +681,8 @@ class Credit(NamedTuple):
     target_S: torch.Tensor
 
 
-def assign_credit(cfg: TrainConfig, ranks: Ranks, rollouts: list[dict], batch: Batch, scored: Scored,
-                  reference_S: torch.Tensor, kl_coef: float) -> Credit:  # fmt: skip
+def assign_credit(cfg: TrainConfig, ranks: Ranks, rollouts: list[dict], group_N: torch.Tensor, batch: Batch,
+                  scored: Scored, reference_S: torch.Tensor, kl_coef: float) -> Credit:  # fmt: skip
     """Rewards of the whole batch to advantages of this rank's tokens. A crash is not a reward of 0.
 
     What a rule adds to the reward (length, KL) lies beside it in a table by rollout and call, alike on every rank.
@@ -702,7 +712,7 @@ def assign_credit(cfg: TrainConfig, ranks: Ranks, rollouts: list[dict], batch: B
         gain = torch.tensor([rollout["reward"] for rollout in rollouts], dtype=torch.float64) + added_NC.sum(1)
         if cfg.turn_rewards:
             gain = gate.returns(reward_NC + added_NC, calls_N, cfg.discount)
-        advantage = gate.advantages(cfg.advantage, gain, groups_of(rollouts), valid_N).float().to(ranks.device)
+        advantage = gate.advantages(cfg.advantage, gain, group_N, valid_N).float().to(ranks.device)
         advantage_S = gate.token_advantages(advantage, batch.rollout_S, batch.trained_S, batch.call_S)
     target_S = advantage_S + scored.value_S
     if cfg.whiten:
@@ -757,8 +767,9 @@ def update(policy: Policy, optimizer, part: list[MicroBatch], terms: Terms, cfg:
         loss += float(piece.detach())
         clipped += int((clipped_S & mine.keep_S).sum())
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip, error_if_nonfinite=True)
-    optimizer.step()
-    totals = ranks.sum(torch.tensor([loss, clipped, int(terms.keep_S.sum())]))
+    totals = ranks.sum(torch.tensor([loss, clipped, int(terms.keep_S.sum())], dtype=torch.float64))
+    if totals[2]:  # without a gradient the optimizer would still move the weights, by momentum
+        optimizer.step()
     return {"loss": float(totals[0]), "grad_norm": float(full(grad_norm)), "denominator": float(denominator),
             "clip_share": float(totals[1]) / max(1.0, float(totals[2]))}  # fmt: skip
 
@@ -771,7 +782,7 @@ def token_loss(cfg: TrainConfig, scored: Scored, terms: Terms, kl_coef: float) -
     if cfg.entropy_coef:
         loss_S = loss_S - cfg.entropy_coef * scored.entropy_S
     if kl_coef and cfg.kl_as == "loss":
-        # Its expectation is over the policy's tokens, so the gate's weight corrects it as it does the surrogate.
+        # Its expectation is over the tokens of the policy that scored the batch, to which the gate's weight corrects.
         kl_S = gate.kl(cfg.kl_estimator, scored.logp_S, terms.reference_S, terms.keep_S)
         loss_S = loss_S + kl_coef * terms.weight_S * kl_S
     if cfg.advantage == "gae":
@@ -982,7 +993,7 @@ class Journal:
 
     def step(self, m: dict) -> None:
         """The metrics line, and one for people."""
-        self.append("metrics.jsonl", m)
+        self.append("metrics.jsonl", {name: value if value == value else None for name, value in m.items()})  # no NaN
         if self.writes:
             compared = f"kl {m['kl/k1']:.4f}  " if "kl/k1" in m else ""
             print(
@@ -1021,7 +1032,7 @@ def step_metrics(batch: Batch, decision, log_ratio_S, lag_S, scored: Scored, ref
         groups["kl"] = gate.mismatch(ranks.concat(log_ref_S), trained_S)
     if cfg.advantage == "gae":
         value_s, target_s = (ranks.concat(x_S[batch.trained_S]).double() for x_S in (scored.value_S, target_S))
-        left = float((target_s - value_s).var() / target_s.var())
+        left = float((target_s - value_s).var() / target_s.var())  # NaN where all targets are one number
         groups["value"] = {"mean": float(value_s.mean()), "explained_variance": 1 - left}
     metrics = {f"{group}/{name}": value for group, found in groups.items() for name, value in found.items()}
     metrics["entropy"] = float(ranks.concat(scored.entropy_S)[trained_S].mean())
@@ -1057,6 +1068,9 @@ def save_model(policy: Policy, cfg: TrainConfig, ranks: Ranks, path: Path) -> No
 
 def check_nodes(states: list[dict], cfg: TrainConfig) -> None:
     """The nodes must run under the same bound as the trainer."""
+    if cfg.advantage not in ("rloo", "grpo", "dr_grpo") and any(state["filter_groups"] for state in states):
+        raise ValueError(f"--advantage {cfg.advantage} learns from groups of equal rewards as well, and is biased "
+                         "without them; leave --filter_groups out of the rollout nodes")  # fmt: skip
     if len({state["seed"] for state in states}) < len(states):
         raise ValueError(f"rollout nodes have the seeds {[state['seed'] for state in states]}: two of them would play "
                          "the same tasks with the same samples; start each with its own --seed")  # fmt: skip
@@ -1114,7 +1128,7 @@ def train(cfg: TrainConfig) -> None:
         # Rows: rank 0 reads the manifest, every rank fetches its own.
         clock = time.monotonic()
         manifest = ranks.from_rank0(lambda version=version: nodes.manifest(version))
-        rollouts = manifest["rollouts"]
+        rollouts, group_N = manifest["rollouts"], groups_of(manifest["rollouts"])
         parts = mini_batches(fetch(manifest, ranks, nodes), cfg, ranks, replay)
         micro = [one for part in parts for one in part]
         batch = Batch.of(micro)
@@ -1126,7 +1140,7 @@ def train(cfg: TrainConfig) -> None:
 
         with named_rows(micro):
             # Rewards to advantages, over rollouts.
-            credit = assign_credit(cfg, ranks, rollouts, batch, scored, reference_S, kl_coef)
+            credit = assign_credit(cfg, ranks, rollouts, group_N, batch, scored, reference_S, kl_coef)
 
             # The gate: which tokens are trained, and with what weight.
             log_ratio_S = gate.log_ratio(scored.logp_S, batch.behaviour_S, batch.trained_S)
@@ -1146,7 +1160,7 @@ def train(cfg: TrainConfig) -> None:
                       decision.weight_T, torch.zeros_like(scored.logp_S))  # fmt: skip
         sizes = [sum(len(one.target_S) for one in part) for part in parts]
         updates = [
-            update(policy, optimizer, part, mine, cfg, ranks, replay, groups_of(rollouts), kl_coef, moved=index > 0)
+            update(policy, optimizer, part, mine, cfg, ranks, replay, group_N, kl_coef, moved=index > 0)
             for index, (part, mine) in enumerate(zip(parts, terms.split(sizes), strict=True))
         ]
         schedule.step()
@@ -1166,7 +1180,7 @@ def train(cfg: TrainConfig) -> None:
                 **rollout_metrics(rollouts),
                 **{name: sum(one[name] for one in updates) / len(updates) for name in updates[0]},
                 "lr": schedule.get_last_lr()[0],
-                "kl/coef": kl_coef,
+                **({"kl/coef": kl_coef} if reference else {}),
                 "sync/probe_max_abs_dlogp": probe_difference,
                 "tokens_per_second": listed / (synced - clock),
                 "seconds/generate": generated - clock,

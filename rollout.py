@@ -142,7 +142,9 @@ class RolloutConfig:
     tool_parser: str = flag("hermes", "name of vLLM's tool parser; empty: none")
     reasoning_parser: str = flag("", "name of vLLM's reasoning parser; empty: none")
     group_size: int = flag(8, "rollouts per task")
-    filter_groups: bool = flag(False, "replace groups whose rewards are all equal: they have no advantage")
+    filter_groups: bool = flag(
+        False, "replace groups whose rewards are all equal, which have no advantage by rloo, grpo, dr_grpo"
+    )
     groups_per_step: int = flag(8, "groups the trainer consumes per optimizer step")
     max_lag: int = flag(0, "largest lag, in versions, of a token when it is consumed; 0: synchronous")
     steps: int = flag(0, "optimizer steps of the run: no group beyond them is started; 0: no limit")
@@ -614,12 +616,13 @@ class Player:
         result.info = {name: float(value) for name, value in result.info.items()}
         if session.failure:
             return "engine_error"
-        if not any(call.committed for call in session.calls):
-            return "no_calls"
         answered = sum(call.committed for call in session.calls)
-        if result.rewards and (len(result.rewards) != answered or not math.isclose(sum(result.rewards), result.reward)):
+        if not answered:
+            return "no_calls"
+        close = math.isclose(math.fsum(result.rewards), result.reward, rel_tol=1e-5, abs_tol=1e-6)
+        if result.rewards and (len(result.rewards) != answered or not close):
             raise ValueError(f"Result.rewards {result.rewards} must hold one reward for each of {answered} answered "
-                             f"calls, and add up to the reward {result.reward}")  # fmt: skip
+                             f"calls, and add up to the reward {result.reward}; or leave it empty")  # fmt: skip
         return "truncated" if result.truncated else "ok"
 
     async def end(self, session: Session, reason: str) -> None:
@@ -695,10 +698,11 @@ class Scheduler:
     def bound(self) -> int:
         """``submitted`` never exceeds ``(max_lag + 1 + version) * groups_per_step``.
 
-        Proof that lag is then at most max_lag: the step at version v consumes groups v*G .. (v+1)*G - 1 in the order
-        they were started, so group i is consumed at version floor(i/G); it was started at a version u with
-        i < (max_lag + 1 + u) * G, hence floor(i/G) <= max_lag + u. Finished groups may overtake a slow one; the
-        slow one's lag is then checked when it is consumed (``collect``), and it is dropped as stale.
+        Proof that lag is then at most max_lag, numbering the groups that are not dropped (a drop only lowers later
+        numbers): the step at version v consumes groups v*G .. (v+1)*G - 1 in the order they were started, so group i is
+        consumed at version floor(i/G); it was started at a version u with i < (max_lag + 1 + u) * G, hence floor(i/G)
+        <= max_lag + u. Finished groups may overtake a slow one; the slow one's lag is then checked when it is consumed
+        (``collect``), and it is dropped as stale.
         """
         limit = (self.cfg.max_lag + 1 + self.router.version) * self.cfg.groups_per_step
         return min(limit, self.cfg.steps * self.cfg.groups_per_step) if self.cfg.steps else limit
@@ -743,7 +747,8 @@ class Scheduler:
                 for index in range(cfg.group_size)
             ]
         self.ready.append(ended := Group(group_id, self.player.release([play.result() for play in plays])))
-        self.screen(ended)
+        if self.screen(ended):
+            self.barren = 0
 
     def collect(self) -> list[Group] | None:
         """``groups_per_step`` finished groups, oldest first, for the current version; None while there are too few.
@@ -761,7 +766,6 @@ class Scheduler:
             return None
         for group in batch:
             self.ready.remove(group)
-        self.barren = 0
         return batch
 
     def screen(self, group: Group) -> bool:
@@ -772,8 +776,6 @@ class Scheduler:
             reason = gate.no_signal(torch.tensor(rewards, dtype=torch.float64))
         if reason:
             self.drop(group, reason)
-        else:
-            self.barren = 0
         return not reason
 
     def drop(self, group: Group, reason: str) -> None:
@@ -784,11 +786,14 @@ class Scheduler:
         self.groups_dropped += 1
         self.barren += 1
         self.changed.set()
-        if self.barren > (32 if self.cfg.filter_groups else 4) * self.cfg.groups_per_step:
+        if self.barren > (4 if reason == "none_trainable" else 32) * self.cfg.groups_per_step:
             statuses = dict(Counter(rollout.status for rollout in group.rollouts))
-            raise RuntimeError(f"{self.barren} groups in a row taught nothing, the last one {statuses}, {reason}; see "
-                               "the rollout node's log for first errors, or give tasks that some rollouts solve and "
-                               "some do not")  # fmt: skip
+            remedy = "give tasks that some rollouts solve and some do not, or leave --filter_groups out"
+            if reason == "none_trainable":
+                remedy = "the first errors are in the rollout node's log"
+            raise RuntimeError(
+                f"{self.barren} groups in a row taught nothing, the last one {statuses}: {reason}; {remedy}"
+            )
 
     def drop_stale(self, group: Group) -> None:
         """Drop rollouts that are too old to train on."""
@@ -991,6 +996,7 @@ class Node:
                 "engine_seconds": self.engine_seconds,
                 "max_lag": self.cfg.max_lag,
                 "seed": self.cfg.seed,
+                "filter_groups": self.cfg.filter_groups,
             }
         )
 

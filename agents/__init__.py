@@ -49,8 +49,8 @@ class Result:
     info: dict = field(default_factory=dict)
     """Numbers to average into the metrics, by name."""
     rewards: list[float] = field(default_factory=list)
-    """A rollout's reward call by call, one for each answered call in order (``Env`` fills it; a ``ChatAgent`` may).
-    Empty: all of it was earned by the last one."""
+    """A rollout's reward call by call, one for each answered call in the order in which they were begun (``Env`` fills
+    it; a ``ChatAgent`` may; each of a call's ``n`` choices is one). Empty: all of it was earned by the last one."""
 
 
 class ContextOverflow(ValueError):
@@ -126,8 +126,8 @@ class Env(AgentRunner):
                 if reply.finish_reason == "length":
                     return total
                 result = await self.step(reply.message)
-                total.rewards[-1] = result.reward
-                total.reward += result.reward
+                total.rewards[-1] = float(result.reward)
+                total.reward += total.rewards[-1]
                 total.info |= result.info
                 if result.terminated or result.truncated:
                     total.truncated = result.truncated

@@ -186,12 +186,12 @@ def rollout_mean(value_T, rollout_T, trained_T):
 
 def divergence(statistic, log_r, behaviour):
     """Between two Bernoulli variables, "this token": q at the sampler, p at the trainer. 0 log 0 is 0."""
-    q, p = min(1.0, exp(behaviour)), min(1.0, exp(behaviour + log_r))
+    q, p = (min(1 - 2**-24, exp(logp)) for logp in (behaviour, behaviour + log_r))  # float32 knows no nearer to 1
     if statistic == "tv":
         return abs(p - q)
-    if q == 1:
-        return -log_r
-    return math.inf if p == 1 else -q * log_r + (1 - q) * math.log((1 - q) / (1 - p))
+    if q > 0 and p == 0:
+        return math.inf
+    return sum(a * math.log(a / b) for a, b in ((q, p), (1 - q, 1 - p)) if a > 0)
 
 
 def gate(level, mode, low, high, log_ratio_T, rollout_T, trained_T, lag_T=None, max_lag=None, statistic="ratio",

@@ -230,9 +230,11 @@ def test_the_whole_reward_on_the_last_call_is_credit_by_rollout(kind):
 
 
 def test_returns_refuse():
-    with pytest.raises(gate.TokenError, match="beyond the rollout's calls: position 1 has calls=1") as refusal:
+    with pytest.raises(ValueError, match="beyond the rollout's calls: position 1 has calls=1") as refusal:
         gate.returns(tensor([0.0, 1.0], [0.0, 1.0]), torch.tensor([2, 1]), 1.0)
-    assert refusal.value.position == 1
+    assert not isinstance(refusal.value, gate.TokenError), "1 is a rollout, not a token"
+    with pytest.raises(ValueError, match="rewards must be floating"):
+        gate.returns(torch.tensor([[0, 1]]), torch.tensor([2]), 0.5)
     with pytest.raises(ValueError, match="one length"):
         gate.returns(tensor([0.0, 1.0]), torch.tensor([2, 1]), 1.0)
     for discount in (-0.1, 1.1, NAN):
@@ -250,7 +252,7 @@ def test_token_rewards_lie_on_the_last_trained_token_of_a_call():
 
 def test_token_rewards_refuse_a_reward_that_no_token_would_carry():
     zero_T = torch.zeros(2).long()
-    with pytest.raises(gate.TokenError, match=r"a rewarded call has no trained token: position 0 has reward=1\.5"):
+    with pytest.raises(ValueError, match=r"a rewarded call has no trained token: position 0 has reward=1\.5"):
         gate.token_rewards(tensor([0.5, 1.0]), zero_T, torch.tensor([0, 1]), torch.tensor([True, False]))
     for name, rollout_T, call_T in (("1 rollouts: position 1 has rollout=1", torch.tensor([0, 1]), zero_T),
                                     ("2 calls: position 1 has call=-1", zero_T, torch.tensor([0, -1]))):  # fmt: skip
@@ -550,6 +552,15 @@ def test_divergences_are_those_of_the_token_against_all_others(statistic, level)
             assert decision.keep_T[i].item() == kept
             assert decision.reason_T[i].item() == (gate.KEPT if kept else gate.DIVERGENCE)
             close(decision.weight_T[i].item(), log_ratio_T[i].exp().item() if kept else 0.0)
+
+
+@pytest.mark.parametrize("statistic", DIVERGENCES)
+@pytest.mark.parametrize("level", ["token", "seq", "geo"])
+def test_a_confident_token_that_rounds_to_certainty_is_not_infinitely_far(statistic, level):
+    """The engine's float32 log-prob is one step below 0, the trainer's is 0: the same policy to any purpose."""
+    behaviour_T = torch.cat([torch.full((99,), -0.5), torch.tensor([-(2.0**-24)])])
+    log_ratio_T = torch.cat([torch.full((99,), 1e-7), -behaviour_T[99:]])
+    assert decide(level, 0, 1e-3, log_ratio_T, statistic=statistic, behaviour_T=behaviour_T).keep_T.all()
 
 
 @pytest.mark.parametrize("statistic", DIVERGENCES)

@@ -243,7 +243,7 @@ class ScriptedNodes:
 
     def wait_ready(self) -> list[dict]:
         state = {"ready": True, "max_lag": self.cfg.max_lag, "version": 0, "workers": 1, "engine_seconds": 0.0}
-        return [state | {"seed": seed} for seed in (0, 1)]
+        return [state | {"seed": seed, "filter_groups": False} for seed in (0, 1)]
 
     def health(self, url: str) -> dict:
         """What the engines count themselves: here all of it is the first node's."""
@@ -658,6 +658,24 @@ def test_m11_a_reference_chooses_its_own_experts(models, policies, folder):
     assert (replayed_S - own_S).abs().max() > 0.1
 
 
+def test_a_mini_batch_of_which_nothing_is_kept_moves_nothing(models, policies, monkeypatch):
+    """The optimizer's momentum would move the weights without a gradient."""
+    _, rollouts = models["dense"]
+    policy, batch = policies["dense"][0], rl.pack([(rollouts[5][0], 0)], CPU)
+    none_S, false_S = torch.zeros(len(batch.target_S)), torch.zeros(len(batch.target_S), dtype=torch.bool)
+    terms = rl.Terms(batch.rollout_S, batch.trained_S, none_S, none_S, none_S, none_S, false_S, none_S, none_S)
+    ranks = SimpleNamespace(**vars(ranks_of_one()) | {"sum": lambda value: value.double()})
+    monkeypatch.setattr(rl, "full", lambda tensor: tensor)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0, momentum=0.9)
+    for parameter in policy.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    cfg = replace(rl.TrainConfig(), denominator="token")
+    found = rl.update(policy, optimizer, [batch], terms, cfg, ranks, None, torch.zeros(1).long(), 0.0, False)
+    assert found == {"loss": 0.0, "grad_norm": 0.0, "denominator": 0.0, "clip_share": 0.0}
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
 def test_a_token_that_breaks_a_law_is_named_by_its_row_and_its_place_there(models):
     _, rollouts = models["dense"]
     rows = [(rollouts[2][1], 2), (rollouts[8][0], 8), (rollouts[4][0], 4)]
@@ -990,7 +1008,7 @@ def test_meters_of_two_nodes_are_summed_when_they_count_and_averaged_when_they_a
 @pytest.fixture
 def good(folder, models) -> rl.TrainConfig:
     """A configuration that validates."""
-    cfg = config(folder, "dense", "unused")
+    cfg = replace(config(folder, "dense", "unused"), denominator_constant=1.0)
     rl.validate(cfg)
     return cfg
 
@@ -1011,13 +1029,43 @@ REFUSALS = [
     ({"ref_model": "nowhere"}, "'nowhere'", "give a model folder"),
     ({"kl_coef": 0.1, "kl_estimator": "k1", "ref_model": "MODEL"}, "k1 --kl_as loss", "use k2 or k3 in the loss"),
     ({"kl_coef": 0.1, "kl_estimator": "k3", "kl_as": "reward", "ref_model": "MODEL"}, "k3", "k1 in the reward"),
-    ({"kl_target": 0.1}, "--kl_target 0.1", "give one to start from"),
+    ({"kl_target": 0.1}, "--kl_target 0.1", "does nothing without --kl_coef"),
+    ({"dual_clip": 3.0}, "--dual_clip 3.0", "does nothing without --surrogate ppo or gspo"),
+    ({"dual_clip": 3.0, "surrogate": "cispo"}, "--dual_clip 3.0", "does nothing without --surrogate ppo or gspo"),
+    ({"clip_low": 0.1}, "--clip_low 0.1", "does nothing without --surrogate"),
+    ({"value_coef": 0.1}, "--value_coef 0.1", "does nothing without --advantage gae"),
+    ({"distill_coef": 0.1}, "--distill_coef 0.1", "does nothing without --advantage on_policy_distill"),
+    ({"overlong_penalty": 0.5}, "--overlong_penalty 0.5", "does nothing without --overlong_limit"),
+    ({"kl_as": "reward", "kl_estimator": "k1"}, "--kl_estimator k1", "does nothing without --kl_coef"),
+    ({"denominator_constant": 2.0}, "--denominator_constant 2.0", "does nothing without --denominator constant"),
+    (
+        {"advantage": "on_policy_distill", "ref_model": "MODEL", "overlong_limit": 9, "overlong_buffer": 3},
+        "--overlong_limit 9",
+        "ignores",
+    ),
+    (
+        {
+            "advantage": "on_policy_distill",
+            "ref_model": "MODEL",
+            "kl_coef": 0.1,
+            "kl_as": "reward",
+            "kl_estimator": "k1",
+        },
+        "--kl_as reward",
+        "ignores",
+    ),
+    ({"gate": "token:trunc:0.5:2"}, "token:trunc:0.5:2", "give 0, or mode clip"),
+    ({"gate": "token:mask:0.5:2:"}, "token:mask:0.5:2:", "with :kl, :tv or :rollout"),
+    ({"entropy_coef": math.nan}, "--entropy_coef nan", "finite"),
+    ({"overlong_penalty": -1.0}, "--overlong_penalty -1.0", "0 or more"),
+    ({"grad_clip": 0.0}, "--grad_clip 0.0", "1e-09 or more"),
+    ({"kl_coef": math.inf, "ref_model": "MODEL"}, "--kl_coef inf", "finite"),
     ({"kl_as": "penalty"}, "--kl_as 'penalty'", "loss, reward"),
     ({"kl_estimator": "k4"}, "--kl_estimator 'k4'", "k1, k2, k3"),
-    ({"discount": 0.9}, "--discount 0.9", "--turn_rewards True or --advantage gae"),
+    ({"discount": 0.9}, "--discount 0.9", "does nothing without --turn_rewards True or --advantage gae"),
     ({"discount": 1.1, "turn_rewards": True}, "1.1", "0..1"),
     ({"gae_lambda": -0.1}, "-0.1", "0..1"),
-    ({"turn_rewards": True, "advantage": "gae"}, "--advantage gae", "leave it out"),
+    ({"turn_rewards": True, "advantage": "gae"}, "--turn_rewards True", "leave it out"),
     ({"overlong_limit": 10}, "buffer 0", "1..10"),
     ({"overlong_limit": 10, "overlong_buffer": 11}, "buffer 11", "1..10"),
     ({"surrogate": "ppo", "clip_low": 1.5}, "clip_low=1.5", "need 0 <= clip_low <= 1"),
@@ -1036,7 +1084,7 @@ REFUSALS = [
     ({"gate": "geo:mask:2:0.5"}, "2", "low <= 1 <= high"),
     ({"dtype": "fp16"}, "fp16", "float32|bfloat16"),
     ({"max_lag": -1}, "-1", "max_lag"),
-    ({"denominator": "constant", "denominator_constant": 0.0}, "0", "constant > 0|positive"),
+    ({"denominator": "constant", "denominator_constant": 0.0}, "0", "finite and 1e-09 or more"),
 ]
 
 
@@ -1062,6 +1110,7 @@ def test_validate_refuses_to_start_without_a_secret(good, monkeypatch):
                                     "seq:trunc:0:2", "token:mask:0:0.1:tv", "geo:mask:0:0.1:kl",
                                     "seq:mask:0:inf:rollout"])  # fmt: skip
 def test_validate_accepts_what_works(good, chosen, denominator):
+    good = replace(good, denominator_constant=3.0 if denominator == "constant" else 1.0)
     rl.validate(replace(good, gate=chosen, denominator=denominator, max_lag=0))
     if chosen != "off":
         rl.validate(replace(good, gate=chosen, denominator=denominator, max_lag=3))
@@ -1086,12 +1135,15 @@ def test_flags_are_the_fields_and_an_unknown_one_is_an_error():
 
 @pytest.mark.parametrize("state", [{"max_lag": 2, "version": 0}, {"max_lag": 1, "version": 3}])
 def test_a_node_under_another_bound_or_version_is_refused(good, state):
-    agreed = {"max_lag": 1, "version": 0, "seed": 0}
+    agreed = {"max_lag": 1, "version": 0, "seed": 0, "filter_groups": False}
     rl.check_nodes([agreed, agreed | {"seed": 1}], good)
     with pytest.raises(ValueError, match=rf"max_lag {state['max_lag']} and version {state['version']}.*same recipe"):
         rl.check_nodes([agreed, state | {"seed": 1}], good)
     with pytest.raises(ValueError, match=r"seeds \[0, 0\].*own --seed"):
         rl.check_nodes([agreed, agreed], good)
+    rl.check_nodes([agreed | {"filter_groups": True}], good)
+    with pytest.raises(ValueError, match=r"--advantage gae .* leave --filter_groups out"):
+        rl.check_nodes([agreed | {"filter_groups": True}], replace(good, advantage="gae"))
 
 
 if __name__ == "__main__":

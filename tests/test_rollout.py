@@ -154,6 +154,15 @@ def test_groups_without_signal_are_replaced_counted_and_their_tokens_dropped_whe
     assert len(kept.collect()) == 3 and kept.reasons == Counter(none_trainable=1) and not kept.ledger.dropped.total()
 
 
+def test_a_good_group_that_waits_does_not_hide_that_all_others_fail():
+    """The trainer asks every 10 ms, and each time the waiting group is found good once more."""
+    scheduler = scheduler_with([group_of(0, [1.0, 0.0])], version=0, max_lag=0)
+    with pytest.raises(RuntimeError, match=r"13 groups in a row .*none_trainable; the first errors"):
+        for number in range(1, 99):
+            scheduler.ready.append(group_of(number, [None, None]))
+            assert scheduler.collect() is None
+
+
 def test_a_group_without_signal_is_replaced_as_soon_as_it_ends():
     """Not when the trainer next asks: until then the node would idle. One group with signal ends the search."""
 
@@ -182,7 +191,7 @@ def test_a_group_without_signal_is_replaced_as_soon_as_it_ends():
 def test_tasks_that_are_all_alike_right_or_wrong_end_the_run_with_a_remedy():
     scheduler = scheduler_with([], version=0, max_lag=0)
     scheduler.cfg.filter_groups = True
-    with pytest.raises(RuntimeError, match=r"97 groups in a row.*all_pass; .* give tasks that some rollouts solve"):
+    with pytest.raises(RuntimeError, match=r"97 groups in a row.*all_pass; give tasks that some rollouts solve"):
         for number in range(999):
             scheduler.ready.append(group_of(number, [1.0, 1.0]))
             assert scheduler.collect() is None
@@ -294,6 +303,7 @@ CASES = {
     "no result": (lambda ctx: returning(None), sample, "agent_error", 0.0, 0),
     "an agent that leaks its own task's cancellation": (lambda ctx: leak(ctx), sample, "agent_error", 0.0, 2),
     "an agent that exits": (lambda ctx: leave(ctx), sample, "agent_error", 0.0, 2),
+    "rewards by call that cancel": (lambda ctx: by_call(ctx, [0.8, -0.3]), sample, "ok", 0.5, 0),
     "rewards by call that are too few": (lambda ctx: by_call(ctx, [0.5]), sample, "agent_error", 0.0, 4),
     "rewards by call that add up otherwise": (lambda ctx: by_call(ctx, [0.5, 0.5]), sample, "agent_error", 0.0, 4),
     "info that is no number": (lambda ctx: words(ctx), sample, "agent_error", 0.0, 2),
@@ -395,7 +405,7 @@ def test_an_env_says_what_each_of_its_turns_earned():
 
         async def step(self, action):
             self.turns += 1
-            return agents.Result(reward=self.turns / 4, terminated=self.turns == 3)
+            return agents.Result(reward=np.float32(self.turns / 4), terminated=self.turns == 3)
 
     def context(longest):
         async def chat(messages, tools):
@@ -434,8 +444,8 @@ def test_statuses(name):
     assert result.status == status
     trainable = status in rollout.TRAINABLE
     assert result.reward == (reward if trainable else 0.0)
-    assert result.sampled == (2 if trainable else 0)
-    assert len(result.rows) == (1 if trainable else 0)
+    assert result.sampled == ((4 if "cancel" in name else 2) if trainable else 0)
+    assert len(result.rows) == ((2 if "cancel" in name else 1) if trainable else 0)
     assert all(r.reward == reward and r.status == status for r in result.rows)
     assert player.ledger.dropped.total() == dropped
     assert not player.live

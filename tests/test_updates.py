@@ -30,7 +30,6 @@ from safetensors.torch import load_file, save_file
 from test_rl import CONSTANT, PLANS, Step
 from transformers import AutoModelForCausalLM
 
-import gate
 import rl
 from loopback import Row, pack_rows
 from tools import toy
@@ -82,7 +81,8 @@ class Nodes(law.ScriptedNodes):
     def manifest(self, version: int) -> dict:
         manifest = super().manifest(version)
         for rollout in manifest["rollouts"]:
-            rollout["rewards"] = rewards_of(int(rollout["rollout_id"][1:]))
+            # What a rollout that was dropped would have earned is listed as well, and must not count.
+            rollout["rewards"] = rewards_of(int(rollout["rollout_id"][1:])) or [7.0, 9.0]
         return manifest
 
     def probe_rows(self, node: int) -> bytes:
@@ -128,11 +128,11 @@ def make_mover(policy, cfg):
     return mover, SimpleNamespace(step=lambda: None, get_last_lr=lambda: [RATE])
 
 
-def rank_main(rank: int, world: int, folder: Path, port: int) -> None:
+def rank_main(rank: int, world: int, folder: Path, ports: list[int]) -> None:
     rl.Nodes, rl.Syncer, rl.Policy, rl.make_optimizer = Nodes, Syncer, law.EagerPolicy, make_mover
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    for offset, name in enumerate(CASES):
-        os.environ["MASTER_PORT"] = str(port + offset)
+    for port, name in zip(ports, CASES, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         cfg = config(folder, name, world)
         # gae's order of tokens is by call, and a call lies in one row: only rows that hold calls whole can be cut up.
         rows, budget = ("all", "medium") if name == "gae" else PACKING[world]
@@ -145,7 +145,8 @@ def rank_main(rank: int, world: int, folder: Path, port: int) -> None:
 def worlds_main(folder: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder / "dense" / "model")
     for world in PACKING:
-        torch.multiprocessing.start_processes(rank_main, (world, folder, free_port()), world, start_method="fork")
+        ports = [free_port() for _ in CASES]
+        torch.multiprocessing.start_processes(rank_main, (world, folder, ports), world, start_method="fork")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -325,7 +326,7 @@ def folder(tmp_path_factory) -> Path:
     with (folder / "worlds.log").open("w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
-            assert process.wait(400) == 0, (folder / "worlds.log").read_text()[-3000:]
+            assert process.wait(1200) == 0, (folder / "worlds.log").read_text()[-3000:]
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -370,7 +371,6 @@ def test_the_cases_are_what_the_comparison_needs(by_hand):
     for name, (gradients, _) in by_hand.items():
         for one, two in itertools.pairwise(gradients):
             assert all((one[key] - two[key]).norm() > 0.01 * one[key].norm() for key in one), name
-    assert set(CASES["gae"]) <= set(rl.TrainConfig.__dataclass_fields__) and "gae" in gate.ADVANTAGES
 
 
 if __name__ == "__main__":
