@@ -747,7 +747,8 @@ class Scheduler:
                 for index in range(cfg.group_size)
             ]
         self.ready.append(ended := Group(group_id, self.player.release([play.result() for play in plays])))
-        if self.screen(ended):
+        # A group of failures waits until the trainer asks: by then the node may have found their cause.
+        if any(rollout.rows for rollout in ended.rollouts) and self.screen(ended):
             self.barren = 0
 
     def collect(self) -> list[Group] | None:
@@ -851,7 +852,10 @@ class Node:
         self.background: list[asyncio.Task] = []
 
     def fail(self, cause: str) -> None:
-        """End the node with one line."""
+        """End the node with one line. A dead engine is the cause of whatever else was noticed first."""
+        dead = [index for index, engine in enumerate(self.engines) if engine.errored]
+        if dead:
+            cause = f"engine {dead[0]} died; its own last words are above in this log"
         self.failure = self.failure or cause
         self.stop.set()
 
@@ -945,9 +949,8 @@ class Node:
         """Notice a dead engine or a silent trainer, once a second."""
         while True:
             await asyncio.sleep(1.0)
-            dead = [index for index, engine in enumerate(self.engines) if engine.errored]
-            if dead:
-                raise EngineFailure(f"engine {dead[0]} died; its own last words are above in this log")
+            if any(engine.errored for engine in self.engines):
+                raise EngineFailure("an engine died")
             if self.router.violation:
                 raise RuntimeError(self.router.violation)
             silent = time.monotonic() - self.last_seen
