@@ -667,11 +667,11 @@ def surrogate(kind: str, logp_T: Tensor, proximal_T: Tensor | None, advantage_T:
         raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}, dual_clip={dual_clip}: "
                          "need 0 <= clip_low <= 1 and 0 <= clip_high < dual_clip - 1")  # fmt: skip
     proximal_T = logp_T.detach() if kind == "reinforce" else proximal_T
-    rho_T = rollout_log_rho_T if kind == "gspo" else torch.zeros_like(logp_T)
-    _same_length(logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T, rollout_log_rho=rho_T)
+    mean_T = rollout_log_rho_T if kind == "gspo" else torch.zeros_like(logp_T)
+    _same_length(logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T, rollout_log_rho=mean_T)
     live_T = weight_T != 0
     _refuse_non_finite(live_T, logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T,
-                       rollout_log_rho=rho_T)  # fmt: skip
+                       rollout_log_rho=mean_T)  # fmt: skip
     scale_T = -weight_T * torch.where(live_T, advantage_T, 0.0)
     own_T, log_rho_T = torch.where(live_T, logp_T, 0.0), torch.where(live_T, logp_T - proximal_T, 0.0)
     if kind == "reinforce":
@@ -681,7 +681,7 @@ def surrogate(kind: str, logp_T: Tensor, proximal_T: Tensor | None, advantage_T:
         bound_T = rho_T.clamp(1 - clip_low, 1 + clip_high)
         return scale_T * bound_T * own_T, bound_T != rho_T
     if kind == "gspo":
-        log_rho_T = torch.where(live_T, rho_T.detach(), 0.0) + (own_T - own_T.detach())  # adds exactly 0, with a slope
+        log_rho_T = torch.where(live_T, mean_T.detach(), 0.0) + (own_T - own_T.detach())  # adds exactly 0, with a slope
     gain_T, clipped_T = _clipped_ratio(log_rho_T, scale_T, 1 - clip_low, 1 + clip_high, dual_clip)
     return scale_T * gain_T, clipped_T
 

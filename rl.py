@@ -154,10 +154,15 @@ LEAST = {"steps": 1, "token_budget": 2, "head_chunk": 1, "minibatches": 1, "max_
 """The smallest value of a field."""
 
 
+def check_folder(name: str, path: str) -> None:
+    """Raise ``ValueError`` unless a model is there."""
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(f"--{name} {path!r} holds no config.json; give a model folder (tools/toy.py builds one)")
+
+
 def validate(cfg: TrainConfig) -> None:
     """Refuse what cannot work, before anything starts. Raises ``ValueError`` with the values and the remedy."""
-    if not (Path(cfg.model) / "config.json").is_file():
-        raise ValueError(f"--model {cfg.model!r} holds no config.json; give a model folder (tools/toy.py builds one)")
+    check_folder("model", cfg.model)
     if not cfg.out:
         raise ValueError("--out is empty; name the run's folder")
     if cfg.device == "cuda" and not torch.cuda.is_available():
@@ -201,6 +206,8 @@ def validate_loss(cfg: TrainConfig) -> None:
         (cfg.minibatches > 1 and cfg.surrogate == "reinforce",
          f"--minibatches {cfg.minibatches} trains on samples of before the step's earlier mini-batches, which "
          "--surrogate reinforce does not correct; use ppo, gspo or cispo"),
+        (chosen["level"] == "off" and chosen != gate.preset("off"),
+         f"--gate {cfg.gate}: level off has neither mode nor band; give off"),
         (chosen["mode"] == "trunc" and chosen["low"],
          f"--gate {cfg.gate}: mode trunc has no lower bound; give 0, or mode clip"),
         (not cfg.ref_model and (cfg.kl_coef or distill),
@@ -216,12 +223,11 @@ def validate_loss(cfg: TrainConfig) -> None:
         (cfg.surrogate != "reinforce", "--surrogate ppo, gspo or cispo", "clip_low clip_high"),
         (gae, "--advantage gae", "gae_lambda value_coef"),
         (distill, "--advantage on_policy_distill", "distill_coef"),
-        (not distill, "rewards, which --advantage on_policy_distill ignores", "overlong_limit"),
+        (not distill, "rewards, which --advantage on_policy_distill ignores", "overlong_limit kl_as"),
         (not (distill or gae), "an advantage over rollouts", "turn_rewards"),
         (gae or cfg.turn_rewards, "--turn_rewards True or --advantage gae", "discount"),
         (cfg.overlong_limit, "--overlong_limit", "overlong_buffer overlong_penalty"),
         (cfg.kl_coef, "--kl_coef", "kl_estimator kl_as kl_target"),
-        (not distill or cfg.kl_as == "loss", "rewards, which --advantage on_policy_distill ignores", "kl_as"),
         (cfg.denominator == "constant", "--denominator constant", "denominator_constant"),
     ):
         for name in names.split():
@@ -236,8 +242,7 @@ def clips(cfg: TrainConfig) -> tuple[float, float, float]:
 
 def same_tokens(model: str, ref_model: str) -> None:
     """Raise ``ValueError`` unless both models mean the same by every token id."""
-    if not (Path(ref_model) / "config.json").is_file():
-        raise ValueError(f"--ref_model {ref_model!r} holds no config.json; give a model folder")
+    check_folder("ref_model", ref_model)
     ours, theirs = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (model, ref_model))
     if ours != theirs:
         token = next(iter({*ours.items()} ^ {*theirs.items()}))

@@ -650,10 +650,8 @@ class Player:
         self.ledger.dropped["disconnect"] += session.uncommitted
         self.live.discard(session)
         sampled = sum(int(row.sampled.sum()) for row in rows)
-        rewards = by_call(session, result)
-        ended = Rollout(
-            rollout_id, task.task_id, status, result.reward, rewards, rows, sampled, session, result.info, seconds
-        )
+        ended = Rollout(rollout_id, task.task_id, status, result.reward, by_call(session, result), rows, sampled,
+                        session, result.info, seconds)  # fmt: skip
         self.ended[rollout_id] = ended
         return ended
 

@@ -22,7 +22,8 @@ def test_every_part_of_the_loss_at_once():
     metrics, ledger, summary = launched("losses", RECIPE="../tests/losses_recipe", STEPS="4")
     for line in metrics:
         assert line["gate/masked"] > 0.1 and line["gate/gated"] == 0
-        assert line["kl/k3"] >= 0 and line["entropy"] > 0 and line["loss"] == line["loss"]
+        assert line["kl/k3"] >= 0 and line["entropy"] > 0
+        assert isinstance(line["loss"], float), "NaN is written as null"
     assert metrics[0]["value/mean"] == 0 < abs(metrics[-1]["value/mean"])
     assert metrics[0]["kl/k1"] == pytest.approx(0, abs=1e-5) and metrics[1]["kl/k1"] != metrics[0]["kl/k1"]
     assert metrics[0]["kl/coef"] > metrics[-1]["kl/coef"], "a KL below its target lowers the coefficient"

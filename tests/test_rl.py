@@ -1054,6 +1054,7 @@ REFUSALS = [
         "--kl_as reward",
         "ignores",
     ),
+    ({"gate": "off:clip:0.5:2", "max_lag": 0}, "off:clip:0.5:2", "give off"),
     ({"gate": "token:trunc:0.5:2"}, "token:trunc:0.5:2", "give 0, or mode clip"),
     ({"gate": "token:mask:0.5:2:"}, "token:mask:0.5:2:", "with :kl, :tv or :rollout"),
     ({"entropy_coef": math.nan}, "--entropy_coef nan", "finite"),
