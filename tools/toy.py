@@ -166,15 +166,37 @@ def logprobs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
 
 
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal (Keller Jordan's Muon), all in float32.
+
+    ``torch.optim.Muon`` does this part in bfloat16, which a CPU without such instructions emulates: there it takes
+    longer than the forward and the backward pass together, and rounds to another toy.
+    """
+
+    def __init__(self, matrices: list[torch.nn.Parameter], lr: float):
+        super().__init__(matrices, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.05)
+                tall = p.shape[0] > p.shape[1]
+                x = p.grad.lerp(mean, 0.95)  # Nesterov
+                x = (x.T if tall else x) / x.norm().clamp(min=1e-7)
+                for _ in range(5):  # a quintic that brings every singular value near 1
+                    gram = x @ x.T
+                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+                p.sub_(x.T if tall else x, alpha=group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
+
+
 def optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for the rest: copying emerges in a third of the steps that AdamW alone needs."""
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name and ".gate." not in name]
     others = [p for p in named.values() if all(p is not m for m in matrices)]
-    return [
-        torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
-    ]
+    rest = torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    return [Muon(matrices, lr=2e-2), rest]
 
 
 def teach(model: torch.nn.Module, tok: PreTrainedTokenizerFast, seed: int, steps: int, skill_steps: int) -> None:
