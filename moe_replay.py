@@ -25,6 +25,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 TOPK = (torch.topk, torch.Tensor.topk)
+MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+"""What transformers' configs call E and K."""
 
 
 # ---------------------------------------------------------------------------------------------- alignment
@@ -88,6 +92,16 @@ def spread(num_tokens: int, num_layers: int, experts_per_token: int, num_experts
     return np.repeat(ids_TK[:, None], num_layers, axis=1).astype(route_dtype(num_experts))
 
 
+def coverage(known: list[np.ndarray]) -> torch.Tensor:
+    """Positions of rows (``known_T`` each) that are replayed, live as a row's last, and live elsewhere, ``[3]``.
+
+    The last token of a row was sampled and never forwarded, so it has no route, and nothing behind it would need one.
+    Any other gap is the engine's. Example: ``[[True, True, False], [True, False, False]]`` gives 3, 2 and 1.
+    """
+    unknown, last = sum(int((~known_T).sum()) for known_T in known), sum(int(~known_T[-1]) for known_T in known)
+    return torch.tensor([sum(map(len, known)) - unknown, last, unknown - last], dtype=torch.float64)
+
+
 def pack(routes: list[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Concatenate rows' ``(experts [T, L, K], known [T])`` in row order, as the rows' tokens are.
 
@@ -103,84 +117,93 @@ def pack(routes: list[tuple[np.ndarray, np.ndarray]], device: torch.device) -> t
 
 
 class Select(TorchFunctionMode):
-    """While active, answers ``topk(k=K)`` over E scores with given experts and counts how often they agree."""
+    """While active, answers ``topk(k=K)`` over ``scores_TE`` with ``answer(live_TK)`` and the scores of those experts.
+
+    Group-limited routers take other top-k as well (of groups, of a group's experts): shapes tell them apart. They mask
+    the scores of groups that lost before the final selection; an expert that is given has its score, masked or not.
+    """
 
     def __init__(self, num_experts: int, experts_per_token: int, answer: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__()
         self.num_experts, self.experts_per_token, self.answer = num_experts, experts_per_token, answer
+        self.masked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What a masked fill gave, and what of."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        # Group-limited routers also take top-k over groups and top-2 within a group: shapes tell them apart.
-        if func not in TOPK or out.indices.shape[-1] != self.experts_per_token:
+        if func in MASKED_FILL:
+            self.masked.append((out, args[0]))
+        if func not in TOPK:
             return out
         scores_TE = args[0] if args else kwargs["input"]
-        if scores_TE.shape[-1] != self.num_experts:
+        shape = scores_TE.ndim, scores_TE.shape[-1], out.indices.shape[-1]
+        if shape != (2, self.num_experts, self.experts_per_token):
             return out
         indices_TK = self.answer(out.indices)
-        return torch.return_types.topk((scores_TE.gather(-1, indices_TK), indices_TK))
+        scores_TE = next((whole for masked, whole in self.masked if masked is scores_TE), scores_TE)
+        return torch.return_types.topk((scores_TE.gather(1, indices_TK), indices_TK))
 
 
 def expert_counts(config) -> tuple[int, int] | None:
     """``(num_experts, experts_per_token)`` of a transformers config, or None for a dense model."""
-    names = vars(config)
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if names.get(name):
-            return names[name], config.num_experts_per_tok
-    return None
+    found = [[vars(config)[name] for name in names if vars(config).get(name)] for names in (EXPERTS, PER_TOKEN)]
+    return (found[0][0], found[1][0]) if all(found) and found[0][0] > 1 else None
+
+
+def find_routers(model: nn.Module, num_experts: int, experts_per_token: int, forward: Callable[[], object]):
+    """The modules that select experts, in the order they run, found by running ``forward`` once: no model is named.
+
+    Raises ``ValueError`` unless each of them takes the top K of E scores once.
+    """
+    running: list[nn.Module] = []
+    found: list[nn.Module] = []
+
+    def note(live_TK: torch.Tensor) -> torch.Tensor:
+        found.append(running[-1])
+        return live_TK
+
+    hooks: list[RemovableHandle] = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(lambda module, _args: running.append(module)))
+        hooks.append(module.register_forward_hook(lambda _module, _args, _out: (running.pop(), None)[1]))
+    with torch.no_grad(), Select(num_experts, experts_per_token, note):
+        forward()
+    for hook in hooks:
+        hook.remove()
+    if not found or len(set(found)) != len(found):
+        raise ValueError(
+            f"expected each router to take the top {experts_per_token} of {num_experts} scores once per forward, found "
+            f"{len(found)} selections by {len(set(found))} modules; this model cannot be replayed (--replay False)"
+        )
+    return found
 
 
 class RouteReplay:
-    """Replays recorded routes in a transformers model's own routers.
-
-    Routers are found by running ``forward`` once and noting which module asked for the top K of E scores, so any
-    router that selects with top-k is supported and no model is named here. ``routers`` is in layer order.
-    """
+    """Replays recorded routes in a transformers model's own routers (``routers``, in layer order)."""
 
     def __init__(self, model: nn.Module, num_experts: int, experts_per_token: int, forward: Callable[[], object]):
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.current: tuple[torch.Tensor, torch.Tensor, bool] | None = None
         self.modes: list[Select] = []
-        self.routers = self.find_routers(model, forward)
-        self.reset_meters()
+        self.routers = find_routers(model, num_experts, experts_per_token, forward)
+        self.agreed_L: list[torch.Tensor | int] = [0] * len(self.routers)
+        """Choices that live routers would have made alike, and below, of how many. Sums stay on the device."""
+        self.compared = 0
         for layer, router in enumerate(self.routers):
             router.register_forward_pre_hook(lambda _module, _args, layer=layer: self.enter(layer))
             router.register_forward_hook(lambda _module, _args, _out: self.leave(), always_call=True)
 
-    def find_routers(self, model: nn.Module, forward: Callable[[], object]) -> list[nn.Module]:
-        """The modules that select experts, in the order they run. Raises ``ValueError`` when there are none."""
-        running: list[nn.Module] = []
-        found: list[nn.Module] = []
-
-        def note(live_TK: torch.Tensor) -> torch.Tensor:
-            found.append(running[-1])
-            return live_TK
-
-        hooks: list[RemovableHandle] = []
-        for module in model.modules():
-            hooks.append(module.register_forward_pre_hook(lambda module, _args: running.append(module)))
-            hooks.append(module.register_forward_hook(lambda _module, _args, _out: (running.pop(), None)[1]))
-        with torch.no_grad(), Select(self.num_experts, self.experts_per_token, note):
-            forward()
-        for hook in hooks:
-            hook.remove()
-        if not found or len(set(found)) != len(found):
-            raise ValueError(
-                f"expected each router to take the top {self.experts_per_token} of {self.num_experts} scores once per "
-                f"forward, found {len(found)} selections by {len(set(found))} modules; this model cannot be replayed"
-            )
-        return found
-
-    def reset_meters(self) -> None:
-        """Start counting agreement anew."""
-        self.agreed_L = torch.zeros(len(self.routers), dtype=torch.float64)
-        self.live_rows = self.replayed_rows = 0
+    def take_agreement(self) -> torch.Tensor:
+        """Choices that agreed in each layer and, last, the number compared, ``[L + 1]``; the count starts anew."""
+        out = torch.tensor([*map(float, self.agreed_L), self.compared], dtype=torch.float64)
+        self.agreed_L, self.compared = [0] * len(self.routers), 0
+        return out
 
     @contextmanager
     def use(self, experts_LTK: torch.Tensor, known_T: torch.Tensor, metered: bool = False) -> Iterator[None]:
         """Replay these routes in every forward, and recomputation, inside the block; unknown rows route live.
 
-        ``metered`` adds the block's one forward to the meters (a training forward runs twice under checkpointing).
+        ``metered`` adds the block's one forward to the meter (a training forward runs twice under checkpointing).
         Raises ``ValueError`` when the routes' layers are not the model's, or K differs.
         """
         if experts_LTK.shape[0] != len(self.routers) or experts_LTK.shape[2] != self.experts_per_token:
@@ -190,8 +213,7 @@ class RouteReplay:
             )
         self.current = experts_LTK, known_T, metered
         if metered:
-            self.replayed_rows += int(known_T.sum())
-            self.live_rows += int((~known_T).sum())
+            self.compared += int(known_T.sum()) * self.experts_per_token
         try:
             yield
         finally:
@@ -211,7 +233,7 @@ class RouteReplay:
                 )
             if metered:
                 same_TK = (live_TK[:, :, None] == recorded_TK[:, None, :]).any(-1)
-                self.agreed_L[layer] += same_TK[known_T].sum().item()
+                self.agreed_L[layer] = self.agreed_L[layer] + (same_TK & known_T[:, None]).sum()
             return torch.where(known_T[:, None], recorded_TK, live_TK)
 
         mode = Select(self.num_experts, self.experts_per_token, answer)

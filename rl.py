@@ -123,10 +123,12 @@ class TrainConfig:
     head_chunk: int = flag(2048, "sampled positions whose logits exist at once")
     checkpoint_activations: bool = flag(False, "recompute each layer in the backward pass")
     replay: bool = flag(True, "mixture-of-experts models: replay the engine's routes")
+    freeze_router: bool = flag(False, "mixture-of-experts models: train no router, and send none to the engines")
     eval_tasks: int = flag(128, "held-out tasks evaluated (greedy) before and after training; 0: none")
     probe_prompts: int = flag(4, "prompts of the probe after each weight sync")
     probe_tokens: int = flag(16, "tokens sampled per probe prompt")
     probe_bound: float = flag(1e-4, "largest difference of a probe's log-probs between engine and trainer")
+    probe_agreement: float = flag(0.95, "least share of a layer's probe choices that the trainer's router makes too")
     sync_address: str = flag("127.0.0.1", "address at which the engines' workers reach rank 0 for the weight transfer")
     wait_s: float = flag(900.0, "deadline for a batch, for the nodes to be ready, and for a collective, seconds")
     request_timeout_s: float = flag(300.0, "deadline of any other request to a rollout node, seconds")
@@ -430,7 +432,21 @@ class Policy(nn.Module):
             nn.init.zeros_(self.value_head.bias)
         if cfg.checkpoint_activations:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
+        if cfg.freeze_router:
+            if not self.expert_counts():
+                raise ValueError(f"--freeze_router True, but {cfg.model} has no routers; leave it out")
+            for router in moe_replay.find_routers(self.model, *self.expert_counts(), self.two_tokens):
+                router.requires_grad_(False)
         self.train()
+
+    def expert_counts(self) -> tuple[int, int] | None:
+        """Experts of a layer, and of a token; None for a dense model."""
+        return moe_replay.expert_counts(self.model.config.get_text_config())
+
+    def two_tokens(self) -> Scored:
+        """The shortest forward there is."""
+        two = torch.arange(2, device=self.model.device)
+        return self(two, two, two[:1], two[1:], torch.ones(1, device=two.device))
 
     def forward(
         self,
@@ -481,18 +497,14 @@ def make_reference(cfg: TrainConfig, ranks: Ranks) -> Policy | None:
     """The frozen model of ``--ref_model``, sharded like the policy; its own routers choose its experts."""
     if not cfg.ref_model:
         return None
-    frozen = replace(cfg, model=cfg.ref_model, advantage="reinforce")
+    frozen = replace(cfg, model=cfg.ref_model, advantage="reinforce", freeze_router=False)
     return shard(Policy(frozen, vars(torch)[cfg.dtype]).requires_grad_(False).eval(), frozen, ranks)
 
 
-def make_replay(policy: Policy, cfg: TrainConfig, device: torch.device) -> moe_replay.RouteReplay | None:
+def make_replay(policy: Policy, cfg: TrainConfig) -> moe_replay.RouteReplay | None:
     """Route replay for a mixture-of-experts model, None for a dense one."""
-    counts = moe_replay.expert_counts(policy.model.config.get_text_config())
-    if counts is None or not cfg.replay:
-        return None
-    two = torch.arange(2, device=device)
-    ones = torch.ones(1, device=device)
-    return moe_replay.RouteReplay(policy, *counts, lambda: policy(two, two, two[:1], two[1:], ones))
+    counts = policy.expert_counts()
+    return moe_replay.RouteReplay(policy, *counts, policy.two_tokens) if counts and cfg.replay else None
 
 
 # -------------------------------------------------------------------------------------------------- packing
@@ -817,7 +829,7 @@ class Meta(NamedTuple):
 
 
 class Weights:
-    """The policy's weights under their checkpoint names, gathered one decoder layer at a time.
+    """The policy's trained weights under their checkpoint names, gathered one decoder layer at a time.
 
     ``metadata`` and iteration are vLLM's ``WeightSource`` protocol. Iteration gathers shards, so every rank iterates.
     """
@@ -829,7 +841,8 @@ class Weights:
             prefix = next(
                 (".".join(name.split(".")[: i + 1]) for i, part in enumerate(name.split(".")) if part.isdigit()), ""
             )
-            self.groups.setdefault(prefix, []).append((name, parameter))
+            if parameter.requires_grad:  # a frozen one is in the engines since they read the model's folder
+                self.groups.setdefault(prefix, []).append((name, parameter))
         self.meta = [
             Meta(name, tensor.dtype, tuple(tensor.shape))
             for name, tensor in self.convert(lambda p: torch.empty(p.shape, dtype=dtype, device="meta"))
@@ -918,16 +931,17 @@ class Syncer:
         return difference
 
     def probe(self) -> float:
-        """Every engine samples a few tokens; the trainer's log-probs of them must agree to ``probe_bound``."""
+        """Every engine samples a few tokens; the trainer's log-probs of them must agree to ``probe_bound``.
+
+        So must, layer by layer, the experts that its own routers choose: that finds a layer taken for another.
+        """
         asked = {"prompts": self.prompts, "max_tokens": self.cfg.probe_tokens}
         replies = self.nodes.each("/sync/probe", asked) if self.ranks.rank == 0 else [None] * len(self.nodes.urls)
         differences = []
         for reply in replies:
             rows = unpack_rows(self.ranks.broadcast(reply.content if reply else None))
             batch = pack([(row, 0) for row in rows], self.ranks.device)
-            context, forward = run(self.policy, batch, self.replay)
-            with torch.no_grad(), context:
-                logp_S = forward().logp_S
+            logp_S = score(self.policy, [batch], self.replay, metered=True).logp_S
             differences.append((logp_S - batch.behaviour_S).abs().max())
         worst = float(torch.stack(differences).max())  # Python's max would lose a NaN
         self.worst = max(self.worst, worst)
@@ -938,7 +952,20 @@ class Syncer:
                 f"bound {self.cfg.probe_bound:g}: its weights are not the trainer's "
                 "(or probe_bound is too tight for this dtype)"
             )
+        if self.replay:
+            self.check_layers()
         return worst
+
+    def check_layers(self) -> None:
+        """Raise ``RuntimeError`` unless the probe's routes are those of the trainer's routers, nearly."""
+        *agreed_L, compared = self.replay.take_agreement().tolist()
+        layer, least = min(enumerate(agreed / compared for agreed in agreed_L), key=lambda pair: pair[1])
+        if not least >= self.cfg.probe_agreement:
+            raise RuntimeError(
+                f"probe: of the engine's experts in mixture-of-experts layer {layer} of {len(agreed_L)}, the trainer's "
+                f"router chooses {least:.3f}, bound {self.cfg.probe_agreement:g}: the layers are not the same "
+                "(or probe_agreement is too tight for this dtype)"
+            )
 
 
 def free_port(address: str) -> int:
@@ -1025,8 +1052,8 @@ def rollout_metrics(rollouts: list[dict]) -> dict[str, float]:
 
 
 def step_metrics(batch: Batch, decision, log_ratio_S, lag_S, scored: Scored, reference_S, target_S, cfg: TrainConfig,
-                 ranks: Ranks, replay) -> dict:  # fmt: skip
-    """``gate/*``, ``mismatch/*``, ``kl/*``, ``value/*``, ``replay/*`` over the tokens of all ranks."""
+                 ranks: Ranks) -> dict:  # fmt: skip
+    """``gate/*``, ``mismatch/*``, ``kl/*``, ``value/*`` over the tokens of all ranks."""
     local = (*decision, log_ratio_S, lag_S, batch.trained_S, batch.rollout_S)
     keep_S, weight_S, reason_S, log_ratio_S, lag_S, trained_S, rollout_S = map(ranks.concat, local)
     merged = gate.Decision(keep_S, weight_S, reason_S)
@@ -1041,15 +1068,29 @@ def step_metrics(batch: Batch, decision, log_ratio_S, lag_S, scored: Scored, ref
         groups["value"] = {"mean": float(value_s.mean()), "explained_variance": 1 - left}
     metrics = {f"{group}/{name}": value for group, found in groups.items() for name, value in found.items()}
     metrics["entropy"] = float(ranks.concat(scored.entropy_S)[trained_S].mean())
-    if replay:
-        counts = ranks.sum(
-            torch.cat([replay.agreed_L, torch.tensor([replay.replayed_rows, replay.live_rows]).double()])
-        )
-        rows = max(1.0, float(counts[-2]))
-        metrics |= {"replay/rows_replayed": float(counts[-2]), "replay/rows_live": float(counts[-1])}
-        for layer, agreed in enumerate(counts[:-2].tolist()):
-            metrics[f"replay/agreement/{layer}"] = agreed / (rows * replay.experts_per_token)
-        replay.reset_meters()
+    return metrics
+
+
+def replay_metrics(policy: Policy, micro: list[MicroBatch], scored: Scored, step: int, conflicts: float, ranks: Ranks,
+                   replay: moe_replay.RouteReplay) -> dict[str, float]:  # fmt: skip
+    """``replay/*``: what was replayed, how often live routers agree, and what replay is for.
+
+    Shares are of all positions of the batch's rows; a conflict is a position that a later call routed otherwise than
+    the replayed one. The k3 are of one micro-batch per rank, another each step, scored by live routers as well.
+    """
+    rows = [row.experts_known for one in micro if one.trained_S.any() for row in one.rows]
+    replayed, last, gaps = ranks.sum(moe_replay.coverage(rows)).tolist()
+    total = replayed + last + gaps
+    shares = {"replayed": replayed, "live/last_token": last, "live/gap": gaps, "conflicting": conflicts}
+    metrics = {f"replay/{name}": number / total for name, number in shares.items()}
+    *agreed_L, compared = ranks.sum(replay.take_agreement()).tolist()
+    metrics |= {f"replay/agreement/{layer}": agreed / compared for layer, agreed in enumerate(agreed_L)}
+    index = step % len(micro)
+    one, sizes = micro[index], [len(one.target_S) for one in micro]
+    trained_S = ranks.concat(one.trained_S)
+    for name, logp_S in (("replayed", scored.logp_S.split(sizes)[index]), ("live", score(policy, [one], None).logp_S)):
+        log_ratio_S = ranks.concat(gate.log_ratio(logp_S, one.behaviour_S, one.trained_S))
+        metrics[f"replay/k3_{name}"] = gate.mismatch(log_ratio_S, trained_S)["k3"]
     return metrics
 
 
@@ -1097,7 +1138,8 @@ def make_optimizer(policy: Policy, cfg: TrainConfig):
     """AdamW with warm-up."""
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
     betas = (cfg.beta1, cfg.beta2)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=betas, weight_decay=cfg.weight_decay)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=cfg.lr, betas=betas, weight_decay=cfg.weight_decay)
 
     def factor(step: int) -> float:
         decay = 1 - 0.9 * step / cfg.steps if cfg.lr_decay else 1.0
@@ -1111,7 +1153,7 @@ def train(cfg: TrainConfig) -> None:
     torch.manual_seed(cfg.seed)
     ranks, nodes = Ranks(cfg), Nodes(cfg)
     policy, reference = shard(Policy(cfg), cfg, ranks), make_reference(cfg, ranks)
-    replay = make_replay(policy, cfg, ranks.device)
+    replay = make_replay(policy, cfg)
     optimizer, schedule = make_optimizer(policy, cfg)
     chosen_gate, kl_coef, journal = read_gate(cfg.gate), cfg.kl_coef, Journal(cfg, ranks)
     states = ranks.from_rank0(nodes.wait_ready)
@@ -1142,6 +1184,10 @@ def train(cfg: TrainConfig) -> None:
         # What the policy says of every sampled token now, and the reference (without one: the policy itself).
         scored = score(policy, micro, replay, metered=True)
         reference_S = score(reference, micro, None).logp_S if reference else scored.logp_S
+        metrics = {}
+        if replay:
+            conflicts = manifest["meters"]["identity/route_conflicts"]
+            metrics = replay_metrics(policy, micro, scored, version, conflicts, ranks, replay)
 
         with named_rows(micro):
             # Rewards to advantages, over rollouts.
@@ -1175,9 +1221,7 @@ def train(cfg: TrainConfig) -> None:
         probe_difference = syncer.sync(version + 1)
         synced = time.monotonic()
 
-        metrics = step_metrics(
-            batch, decision, log_ratio_S, lag_S, scored, reference_S, credit.target_S, cfg, ranks, replay
-        )
+        metrics |= step_metrics(batch, decision, log_ratio_S, lag_S, scored, reference_S, credit.target_S, cfg, ranks)
         journal.ledger(line)
         journal.step(
             {

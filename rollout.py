@@ -73,6 +73,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.reasoning import ReasoningParserManager
@@ -269,6 +270,10 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):
 class WorkerExtension:
     """Named by ``worker_extension_cls`` so that each engine's worker imports this file, which registers gloo."""
 
+    def moe_layers(self) -> list[int]:
+        """Indices of the layers that have experts: the engine returns zeros as the routes of all others."""
+        return sorted(module.layer_id for module in self.get_model().modules() if isinstance(module, MoERunner))
+
 
 # A spawned process imports this file twice: as __mp_main__, and by name for WorkerExtension. Names register once.
 if __name__ != "__mp_main__":
@@ -327,6 +332,7 @@ class Router:
 
     def __init__(self, engines: list[AsyncLLM], cfg: RolloutConfig, eos_ids: list[int], num_experts: int):
         self.engines, self.cfg, self.eos_ids, self.num_experts = engines, cfg, eos_ids, num_experts
+        self.moe_layers: list[int] = []
         self.version = 0
         self.admission = asyncio.Event()
         self.admission.set()
@@ -443,7 +449,8 @@ class Router:
         if self.num_experts and ids:
             if final.routed_experts is None:
                 self.violated(f"engine {index} returned no routes for a mixture-of-experts model")
-            routes = np.asarray(final.routed_experts)[: len(call.prompt_ids) + len(call.token_ids) - 1]
+            forwarded = len(call.prompt_ids) + len(call.token_ids) - 1
+            routes = np.asarray(final.routed_experts)[:forwarded, self.moe_layers]
             try:
                 moe_replay.check_routes(routes, self.num_experts)
             except ValueError as error:
@@ -916,6 +923,8 @@ class Node:
         template = Template(tokenizer, eos_ids, images="vision_config" in config.to_dict())
         self.ledger = Ledger()
         self.router = Router(self.engines, cfg, eos_ids, counts[0] if counts else 0)
+        if counts:
+            self.router.moe_layers = (await self.engines[0].collective_rpc("moe_layers"))[0]
         parser = Parser(tokenizer, cfg.tool_parser, cfg.reasoning_parser)
         self.loopback = Loopback(template, parser, self.router.generate, Path(cfg.model).name, cfg.max_model_len)
         await self.loopback.start()

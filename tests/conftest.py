@@ -111,7 +111,7 @@ def connect(ranks, moe: bool, folder: Path, program: str = "rollout.py") -> Node
     try:
         nodes = rl.Nodes(cfg)
         policy = rl.shard(rl.Policy(cfg), cfg, ranks)
-        replay = rl.make_replay(policy, cfg, ranks.device)
+        replay = rl.make_replay(policy, cfg)
         states = nodes.wait_ready()
         syncer = rl.Syncer(cfg, ranks, nodes, policy, replay, [state["workers"] for state in states])
     except BaseException:

@@ -222,6 +222,13 @@ def test_m8_every_token_keeps_its_route_after_packing(order):
     assert torch.equal(known_T, ids_T % 3 > 0)
 
 
+def test_m13_coverage_names_what_is_not_replayed():
+    found = moe_replay.coverage([np.array([True, True, False]), np.array([True, False, False])])
+    assert found.tolist() == [3, 2, 1]
+    assert moe_replay.coverage([np.array([False, True])]).tolist() == [1, 0, 1]
+    assert moe_replay.coverage([]).tolist() == [0, 0, 0]
+
+
 def test_wide_expert_ids_survive_packing():
     wide = np.array([[[300, 65535]]], moe_replay.route_dtype(65536))
     experts_LTK, _ = moe_replay.pack([(wide, np.ones(1, bool))], torch.device("cpu"))
@@ -260,7 +267,7 @@ def test_replaying_the_models_own_routes_is_bit_identical(moe, ids_T):
     with selections(model) as replayed, replay.use(own_LTK, true(T), metered=True):
         assert torch.equal(logits(model, ids_T), expected)
     assert all(torch.equal(a, b) for pair in zip(live, replayed, strict=True) for a, b in zip(*pair, strict=True))
-    assert replay.agreed_L.tolist() == [T * K] * L and (replay.replayed_rows, replay.live_rows) == (T, 0)
+    assert replay.take_agreement().tolist() == [T * K] * L + [T * K]
     assert torch.equal(logits(model, ids_T), expected)  # and outside the block nothing is replayed
 
 
@@ -292,8 +299,9 @@ def test_an_unknown_row_routes_live_and_m13_is_counted(moe, ids_T):
     with replay.use(wrong_LTK, known_T, metered=True), selections(model) as seen:
         logits(model, ids_T)
     assert torch.equal(torch.stack([indices_TK for indices_TK, _ in seen]), experts_LTK)
-    assert replay.live_rows / (replay.live_rows + replay.replayed_rows) == 1 / T
-    assert replay.agreed_L.tolist() == [(T - 1) * K] * L
+    assert replay.take_agreement().tolist() == [(T - 1) * K] * L + [(T - 1) * K]
+    replayed, last, gaps = moe_replay.coverage([known_T.numpy()]).tolist()
+    assert (last + gaps) / (replayed + last + gaps) == 1 / T
 
 
 @torch.no_grad()
@@ -306,12 +314,10 @@ def test_agreement_counts_shared_experts_whatever_their_order(moe, ids_T):
     experts_LTK[L - 1, 4, 0] = spare  # the last layer, so the layers before it agree as they did
     with replay.use(experts_LTK, true(T), metered=True):
         logits(model, ids_T)
-    assert replay.agreed_L.tolist() == [T * K] * (L - 1) + [T * K - 1]
     with replay.use(experts_LTK, true(T)):
         logits(model, ids_T)
-    assert replay.agreed_L.tolist() == [T * K] * (L - 1) + [T * K - 1], "an unmetered forward is not counted"
-    replay.reset_meters()
-    assert not replay.agreed_L.any() and (replay.replayed_rows, replay.live_rows) == (0, 0)
+    assert replay.take_agreement().tolist() == [T * K] * (L - 1) + [T * K - 1, T * K], "unmetered is not counted"
+    assert not replay.take_agreement().any()
 
 
 def test_the_gradient_is_that_of_the_forward_by_hand_and_reaches_the_router(moe, ids_T):
@@ -358,7 +364,7 @@ def test_m5_m10_routes_of_another_shape_raise(moe, layers, k):
     message = f"routes have {layers} layers of {k} experts, the model has {L} routers of {K}"
     with pytest.raises(ValueError, match=message), replay.use(torch.zeros(layers, T, k).long(), true(T)):
         pass
-    assert replay.current is None and replay.replayed_rows == 0
+    assert replay.current is None and replay.compared == 0
 
 
 def test_routes_of_another_length_raise(moe, ids_T):

@@ -44,6 +44,8 @@ TOLERANCE = {"float64": 1e-6, "float32": 1e-5}
 """Of a gradient's relative error, by the dtype of the forward; a lost token is 4e-3 or more."""
 BUDGETS = {"tiny": 2, "medium": 64, "everything": 100_000}
 CONSTANT = 50.0
+CONFLICTS = 3
+"""Of each node, in every step."""
 
 
 def ranks_of_one():
@@ -217,7 +219,8 @@ def config(folder: Path, kind: str, run: str, **changes) -> rl.TrainConfig:
     return rl.TrainConfig(
         model=str(folder / kind / "model"), out=str(folder / kind / run), rollout_urls="http://a,http://b",
         advantage="grpo", gate="geo:mask:0.5:2", max_lag=1, denominator_constant=CONSTANT, head_chunk=5, grad_clip=1e9,
-        lr=1e-2, warmup_steps=0, eval_tasks=0, wait_s=60, steps=len(ScriptedNodes.steps) or 1, **changes,
+        lr=1e-2, warmup_steps=0, eval_tasks=0, wait_s=60, steps=len(ScriptedNodes.steps) or 1,
+        probe_agreement=0.0, **changes,
     )  # fmt: skip
 
 
@@ -276,7 +279,9 @@ class ScriptedNodes:
             self.sampled += sampled + 7
             ledger = {"sampled": sampled + 7, "pending_before": 2, "pending_after": 5, "dropped": {"agent_error": 4}}
             listed = [{"group_id": name, "rollouts": rollouts} for name, rollouts in groups.items()]
-            parts.append({"url": url, "groups": listed, "ledger": ledger, "meters": {}})
+            parts.append(
+                {"url": url, "groups": listed, "ledger": ledger, "meters": {"identity/route_conflicts": CONFLICTS}}
+            )
         return rl.merge_manifests(parts)
 
     def rows(self, url: str, row_ids: list[str]) -> list[Row]:
@@ -310,7 +315,7 @@ class Observer:
     def step(self) -> None:
         """The gradients to a file; the weights change in world 2's last step only."""
         nodes = ScriptedNodes.current
-        gradients = {name: rl.full(p.grad) for name, p in self.policy.model.named_parameters()}
+        gradients = {name: rl.full(p.grad) for name, p in self.policy.model.named_parameters() if p.grad is not None}
         if torch.distributed.get_rank() == 0:
             save_file(gradients, self.folder / f"gradient{nodes.version}.safetensors")
         if nodes.version == len(nodes.steps) - 1 and torch.distributed.get_world_size() == 2:
@@ -371,17 +376,18 @@ def rank_main(rank: int, world: int, folder: Path, port: int) -> None:
 
     rl.make_optimizer = observed
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    runs = [("dense", f"world{world}", False), ("moe", f"world{world}", False)]
+    runs = [("dense", f"world{world}", {}), ("moe", f"world{world}", {})]
     if world == 2:
-        runs += [("dense", "recomputed", True), ("moe", "recomputed", True)]
-    for offset, (kind, run, recompute) in enumerate(runs):
+        recompute = {"checkpoint_activations": True, "dtype": "float32"}
+        runs += [("dense", "recomputed", recompute), ("moe", "recomputed", recompute)]
+        runs += [("moe", "frozen", {"freeze_router": True})]
+    for offset, (kind, run, changes) in enumerate(runs):
         os.environ["MASTER_PORT"] = str(port + offset)
-        ScriptedNodes.steps = [Step("few")] if recompute else steps_of(world, kind)
+        ScriptedNodes.steps = [Step("few")] if changes else steps_of(world, kind)
         Observer.folder = folder / kind / run
         Observer.folder.mkdir(exist_ok=True)
         ScriptedNodes.rows_file = folder / kind / "rows.safetensors"
-        dtype = "float32" if recompute else "float64"
-        rl.train(config(folder, kind, run, checkpoint_activations=recompute, dtype=dtype))
+        rl.train(config(folder, kind, run, **{"dtype": "float64"} | changes))
     if world == 1:
         half_precision(folder, port + len(runs))
 
@@ -435,6 +441,7 @@ def models(folder) -> dict[str, tuple]:
     for kind, shape in SHAPES.items():
         path = make_model(folder / kind / "model", kind == "moe")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+        model.set_experts_implementation("eager")  # torch has no grouped matrix product in float64
         out[kind] = model, make_rows(model, shape)
     return out
 
@@ -482,7 +489,7 @@ def policies(folder, models):
     out = {}
     for kind in SHAPES:
         policy = rl.Policy(config(folder, kind, "unused"))
-        out[kind] = policy, rl.make_replay(policy, config(folder, kind, "unused"), CPU)
+        out[kind] = policy, rl.make_replay(policy, config(folder, kind, "unused"))
     return out
 
 
@@ -809,11 +816,32 @@ def test_m13_replay_meters_count_rows_of_the_batch_once(folder, worlds, models, 
             continue
         rows = [row for n in step.indices for row in models["moe"][1][n]]
         known, total = sum(int(row.experts_known.sum()) for row in rows), sum(len(row) for row in rows)
-        m = metrics[version]
-        assert (m["replay/rows_replayed"], m["replay/rows_live"]) == (known, total - known), step
+        ends = sum(not row.experts_known[-1] for row in rows)
+        m, shares = metrics[version], {"replayed": known, "live/last_token": ends, "live/gap": total - known - ends}
+        for name, number in (shares | {"conflicting": 2 * CONFLICTS}).items():
+            assert m[f"replay/{name}"] == pytest.approx(number / total, rel=1e-12), (step, name)
         for layer in range(LAYERS):
             same = alone[0 if step.rows == "few" else 2][f"replay/agreement/{layer}"]
             assert m[f"replay/agreement/{layer}"] == pytest.approx(same, abs=2 / known), step
+
+
+def test_k3_with_and_without_replay_is_of_one_micro_batch(folder, worlds, models):
+    """Where one micro-batch holds everything, it is the k3 of the batch."""
+    wait_for(folder, worlds, 1)
+    model, rollouts = models["moe"]
+    steps = steps_of(1, "moe")
+    m = read_lines(folder / "moe" / "world1" / "metrics.jsonl")[steps.index(Step("all", "everything"))]
+    rows = [row for some in rollouts for row in some]
+    behaviour = [row.logprobs[row.sampled] for row in rows]
+    for name, routed in (("replayed", rows), ("live", [replace(row, experts=row.experts[:, :0]) for row in rows])):
+        with torch.no_grad():
+            log_ratio = np.concatenate(
+                [plain_logp(model, r).numpy() - b for r, b in zip(routed, behaviour, strict=True)]
+            )
+        assert m[f"replay/k3_{name}"] == pytest.approx((np.exp(log_ratio) - 1 - log_ratio).mean(), rel=1e-5), name
+    assert m["replay/k3_live"] > 2 * m["replay/k3_replayed"]
+    tiny = read_lines(folder / "moe" / "world1" / "metrics.jsonl")[steps.index(Step("all", "tiny"))]
+    assert tiny["replay/k3_replayed"] != m["replay/k3_replayed"]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -838,6 +866,27 @@ def test_s4_weights_sent_after_a_step_are_the_saved_ones_under_checkpoint_names(
     described = json.loads((run / "meta.json").read_text())
     assert described["metadata"] == described["iteration"], "the receiver posts its buffers in this order"
     assert sorted(name for name, _, _ in described["metadata"]) == sorted(before)
+
+
+def test_frozen_routers_are_neither_trained_nor_sent(folder, worlds):
+    """All else is trained by the gradient that it has beside routers that learn, in a world of two shards."""
+    wait_for(folder, worlds, 2)
+    run, before = folder / "moe" / "frozen", checkpoint(folder / "moe" / "model")
+    sent, saved = load_file(run / "sent.safetensors"), checkpoint(run / "model")
+    routers = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(LAYERS)}
+    assert set(sent) == set(before) - routers and set(saved) == set(before)
+    for name, tensor in before.items():
+        assert torch.equal(saved[name], tensor) == (name in routers), name
+    gradients = load_file(run / "gradient0.safetensors")
+    free = load_file(folder / "moe" / "world2" / "gradient0.safetensors")
+    assert set(gradients) == set(free) - routers and free[min(routers)].abs().max() > 0
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, free[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_dense_model_has_no_routers_to_freeze(folder, models):
+    with pytest.raises(ValueError, match=r"--freeze_router True, but .*dense/model has no routers; leave it out"):
+        rl.Policy(config(folder, "dense", "unused", freeze_router=True))
 
 
 @pytest.mark.parametrize("world", [1, 4])
