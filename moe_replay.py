@@ -145,9 +145,18 @@ class Select(TorchFunctionMode):
 
 
 def expert_counts(config) -> tuple[int, int] | None:
-    """``(num_experts, experts_per_token)`` of a transformers config, or None for a dense model."""
-    found = [[vars(config)[name] for name in names if vars(config).get(name)] for names in (EXPERTS, PER_TOKEN)]
-    return (found[0][0], found[1][0]) if all(found) and found[0][0] > 1 else None
+    """``(num_experts, experts_per_token)`` of a transformers config, or None for a dense model.
+
+    Raises ``ValueError`` where a config lists a number for each layer (HunYuan's may) and they differ.
+    """
+    counts = []
+    for names in (EXPERTS, PER_TOKEN):
+        value = next((vars(config)[name] for name in names if vars(config).get(name)), 0)
+        alike = {*value} if isinstance(value, list) else {value}
+        if len(alike) > 1:
+            raise ValueError(f"layers differ in {' or '.join(names)}: {value}; replay takes one number for all")
+        counts.append(alike.pop())
+    return (counts[0], counts[1]) if counts[0] > 1 and counts[1] else None
 
 
 def find_routers(model: nn.Module, num_experts: int, experts_per_token: int, forward: Callable[[], object]):

@@ -56,8 +56,8 @@ from loopback import TRAINABLE, Row, unpack_rows
 
 log = logging.getLogger("rl")
 
-COUNTED = ("rollout/status/", "rollout/groups_dropped/", "rollout/reprefilled", "identity/closing", "identity/turns",
-           "identity/overridden", "identity/route_conflicts", "identity/echo", "identity/retries",
+COUNTED = ("rollout/status/", "rollout/groups_dropped/", "rollout/reprefilled", "rollout/cached", "identity/closing",
+           "identity/turns", "identity/overridden", "identity/route_conflicts", "identity/echo", "identity/retries",
            "identity/disconnects")  # fmt: skip
 """Meters of a node that count; the others are means."""
 
@@ -933,39 +933,31 @@ class Syncer:
     def probe(self) -> float:
         """Every engine samples a few tokens; the trainer's log-probs of them must agree to ``probe_bound``.
 
-        So must, layer by layer, the experts that its own routers choose: that finds a layer taken for another.
+        So must, layer by layer, what its own routers choose: that finds a layer taken for another.
         """
         asked = {"prompts": self.prompts, "max_tokens": self.cfg.probe_tokens}
         replies = self.nodes.each("/sync/probe", asked) if self.ranks.rank == 0 else [None] * len(self.nodes.urls)
-        differences = []
+        differences, agreements = [], []
         for reply in replies:
             rows = unpack_rows(self.ranks.broadcast(reply.content if reply else None))
             batch = pack([(row, 0) for row in rows], self.ranks.device)
             logp_S = score(self.policy, [batch], self.replay, metered=True).logp_S
             differences.append((logp_S - batch.behaviour_S).abs().max())
+            if self.replay:
+                *agreed_L, compared = self.replay.take_agreement().tolist()
+                agreements.append([agreed / compared for agreed in agreed_L])
         worst = float(torch.stack(differences).max())  # Python's max would lose a NaN
         self.worst = max(self.worst, worst)
+        agreed_L = [round(min(shares), 3) for shares in zip(*agreements, strict=True)]
+        experts = f", its experts are those of the trainer's routers in shares {agreed_L} by layer" if agreed_L else ""
         # "not <=" rather than ">": a NaN must not pass.
-        if not worst <= self.cfg.probe_bound:
+        if not worst <= self.cfg.probe_bound or not min(agreed_L, default=1.0) >= self.cfg.probe_agreement:
             raise RuntimeError(
-                f"probe: an engine's log-probs differ from the trainer's by {worst:.3g}, "
-                f"bound {self.cfg.probe_bound:g}: its weights are not the trainer's "
-                "(or probe_bound is too tight for this dtype)"
+                f"probe: an engine's log-probs differ from the trainer's by {worst:.3g}{experts}: its weights, or its "
+                f"layers, are not the trainer's (or probe_bound {self.cfg.probe_bound:g}, probe_agreement "
+                f"{self.cfg.probe_agreement:g} are too tight for this dtype)"
             )
-        if self.replay:
-            self.check_layers()
         return worst
-
-    def check_layers(self) -> None:
-        """Raise ``RuntimeError`` unless the probe's routes are those of the trainer's routers, nearly."""
-        *agreed_L, compared = self.replay.take_agreement().tolist()
-        layer, least = min(enumerate(agreed / compared for agreed in agreed_L), key=lambda pair: pair[1])
-        if not least >= self.cfg.probe_agreement:
-            raise RuntimeError(
-                f"probe: of the engine's experts in mixture-of-experts layer {layer} of {len(agreed_L)}, the trainer's "
-                f"router chooses {least:.3f}, bound {self.cfg.probe_agreement:g}: the layers are not the same "
-                "(or probe_agreement is too tight for this dtype)"
-            )
 
 
 def free_port(address: str) -> int:

@@ -342,8 +342,8 @@ class Router:
         self.running: dict[asyncio.Task, Call] = {}
         self.sampled = 0
         """Tokens ever sampled, counted where the engine's output arrives: the ledger's left side."""
-        self.reprefilled = 0
-        """Tokens prefilled again because a sync interrupted their call."""
+        self.prompts = Counter()
+        """Prompt tokens: prefilled again because a sync interrupted their call, and found in the engines' caches."""
         self.violation: str | None = None
         self.ids = count()
 
@@ -394,7 +394,7 @@ class Router:
         prompt = TokensPrompt(prompt_token_ids=[*call.sent_ids, *call.token_ids])
         if call.images:
             prompt["multi_modal_data"] = {"image": [picture(uri) for uri in call.images]}
-        self.reprefilled += len(prompt["prompt_token_ids"]) if call.engines else 0
+        self.prompts["reprefilled"] += len(prompt["prompt_token_ids"]) if call.engines else 0
         try:
             params = self.params(call, remaining)
             async for output in self.engines[index].generate(prompt, params, request_id):
@@ -412,6 +412,7 @@ class Router:
             raise
         if call.images and not call.token_ids:
             call.expanded = list(output.prompt_token_ids)
+        self.prompts["cached"] += output.num_cached_tokens or 0
         self.append(call, index, version, final)
         return final.finish_reason
 
@@ -1035,7 +1036,7 @@ class Node:
     def rollout_meters(self, batch: list[Group]) -> dict[str, float]:
         """``rollout/*`` of a batch."""
         good = [rollout for group in batch for rollout in group.rollouts if rollout.status in TRAINABLE]
-        info, reprefilled, self.router.reprefilled = Counter(), self.router.reprefilled, 0
+        info, prompts, self.router.prompts = Counter(), self.router.prompts, Counter()
         for rollout in good:
             info.update({f"rollout/{name}": value / len(good) for name, value in rollout.info.items()})
         statuses, self.player.statuses = self.player.statuses, Counter()
@@ -1046,7 +1047,8 @@ class Node:
             **info,
             "rollout/calls": sum(len(rollout.session.calls) for rollout in good) / len(good),
             "rollout/seconds": sum(rollout.seconds for rollout in good) / len(good),
-            "rollout/reprefilled_tokens": reprefilled,
+            "rollout/reprefilled_tokens": prompts["reprefilled"],
+            "rollout/cached_tokens": prompts["cached"],
         }
 
     def ledger_delta(self) -> dict:

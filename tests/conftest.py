@@ -44,10 +44,13 @@ def sharpen(model: torch.nn.Module) -> None:
                 parameter.mul_(2.0)
 
 
-def make_model(path: Path, moe: bool) -> Path:
+def make_model(path: Path, moe: bool, dense_layers: list[int] | None = None) -> Path:
+    """``dense_layers`` of a mixture of experts have none."""
     from tools import toy
 
     model = toy.untrained(moe, seed=0)
+    if dense_layers:
+        model = type(model)(type(model.config)(**model.config.to_dict() | {"mlp_only_layers": dense_layers}))
     sharpen(model)
     model.save_pretrained(path)
     toy.tokenizer().save_pretrained(path)
@@ -104,7 +107,7 @@ def connect(ranks, moe: bool, folder: Path, program: str = "rollout.py") -> Node
     """Start a node on a new model and join it as its trainer."""
     import rl
 
-    model = make_model(folder / "model", moe)
+    model = make_model(folder / "model", moe, dense_layers=[0] if moe else None)
     port, log = free_port(), folder / "rollout.log"
     process = start_rollout(model, log, port, program)
     cfg = rl.TrainConfig(model=str(model), out=str(folder / "run"), rollout_urls=f"http://127.0.0.1:{port}", wait_s=180)

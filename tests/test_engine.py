@@ -104,26 +104,93 @@ def test_rows_hold_exactly_what_the_engine_sampled(node):
         sync(node)
 
 
-def test_routes_are_known_but_for_the_last_token_and_equal_the_live_ones(node):
+def steady_rows(node) -> tuple[dict, list]:
+    """A batch that the node's current weights sampled, by however many versions of them, with its manifest."""
+    start = node.version
+    for _ in range(10):
+        manifest, rows = take(node)
+        sync(node)
+        if rows and min(row.versions[row.sampled].min() for row in rows) >= start:
+            return manifest, rows
+    raise AssertionError(f"no batch of version {start} or later by version {node.version}")
+
+
+def test_m2_m5_routes_over_turns_and_cached_prefixes_equal_the_live_ones(node):
+    """Layer 0 is dense; all positions but the last are known. What the engine found in its cache has routes as well."""
     if node.replay is None:
         pytest.skip("a dense model has no routes")
-    _, rows = take(node)
-    for row in rows:
-        assert row.experts.shape == (len(row), len(node.replay.routers), 2)
-        assert row.experts.dtype == np.uint8
-        assert row.experts_known[:-1].all()
-        assert not row.experts_known[-1]
-    fresh = [row for row in rows if set(row.versions[row.sampled]) == {node.version}]
+    cached = 0
+    for _ in range(5):  # a prefix is cached by whole blocks, and not every rollout gets as long as one
+        manifest, rows = steady_rows(node)
+        if cached := manifest["meters"]["rollout/cached_tokens"]:
+            break
+    assert cached, "no prefix was cached: the test saw nothing"
     node.replay.take_agreement()
-    for row in fresh:
-        batch = rl.pack([(row, 0)], node.ranks.device)
-        context, forward = rl.run(node.policy, batch, node.replay, metered=True)
-        with torch.no_grad(), context:
-            forward()
-    sync(node)
-    if fresh:
-        *agreed_L, compared = node.replay.take_agreement().tolist()
-        assert compared and min(agreed_L) / compared > 0.999
+    for row in rows:
+        assert row.experts.shape == (len(row), 2, 2) and row.experts.dtype == np.uint8
+        assert row.experts_known[:-1].all() and not row.experts_known[-1]
+        rl.score(node.policy, [rl.pack([(row, 0)], node.ranks.device)], node.replay, metered=True)
+    *agreed_L, compared = node.replay.take_agreement().tolist()
+    assert compared == sum(2 * (len(row) - 1) for row in rows)
+    assert min(agreed_L) / compared > 0.999
+
+
+def test_replay_holds_in_a_packed_recomputed_step(node):
+    """Several rows in one micro-batch, with and without recomputation: the engine's log-probs and one gradient."""
+    _, rows = steady_rows(node)
+    batch = rl.pack([(row, 0) for row in rows], node.ranks.device)
+
+    def gradients() -> tuple[torch.Tensor, torch.Tensor]:
+        context, forward = rl.run(node.policy, batch, node.replay)
+        node.policy.zero_grad()
+        with context:
+            logp_S = forward().logp_S
+            logp_S.sum().backward()
+        return logp_S.detach(), torch.cat([rl.full(p.grad).flatten() for p in node.policy.parameters()])
+
+    logp_S, plain = gradients()
+    assert (logp_S - batch.behaviour_S).abs().max() < 1e-5
+    node.policy.model.activation_checkpointing_enable({"use_reentrant": False})
+    again_S, recomputed = gradients()
+    node.policy.model.activation_checkpointing_disable()
+    node.policy.zero_grad()
+    assert torch.equal(again_S, logp_S)
+    torch.testing.assert_close(recomputed, plain, rtol=0, atol=float(plain.abs().max()) * 1e-6)
+
+
+def test_the_probe_refuses_a_layer_that_is_taken_for_another(node, monkeypatch):
+    if node.replay is None:
+        pytest.skip("a dense model has no routes")
+    pack = rl.moe_replay.pack
+    monkeypatch.setattr(rl.moe_replay, "pack", lambda *args: (pack(*args)[0].flip(0), pack(*args)[1]))
+    node.nodes.each("/sync/begin", {})
+    with pytest.raises(RuntimeError, match=r"in shares \[0\.[0-5]\d*, 0\.[0-5]\d*\] by layer: its weights, or its"):
+        node.syncer.probe()
+    monkeypatch.undo()
+    assert node.syncer.probe() < 1e-5
+    node.nodes.each("/sync/commit", {"version": node.version})
+
+
+def test_routers_that_are_not_sent_stay_in_the_engine(node):
+    """What ``--freeze_router`` does to a sync, here of every other weight."""
+    if node.replay is None:
+        pytest.skip("a dense model has no routers")
+    routers = [parameter for router in node.replay.routers for parameter in router.parameters()]
+    kept = [parameter.detach().to_local().clone() for parameter in routers]
+    perturb(node)
+    with torch.no_grad():
+        for parameter, before in zip(routers, kept, strict=True):
+            parameter.requires_grad_(False).to_local().copy_(before)
+    weights, frozen = node.syncer.weights, rl.Weights(node.policy, torch.float32)
+    assert len(frozen.meta) == len(weights.meta) - 2
+    whole = weights.groups, weights.meta
+    weights.groups, weights.meta = frozen.groups, frozen.meta
+    try:
+        assert sync(node) < 1e-5
+    finally:
+        weights.groups, weights.meta = whole
+        for parameter in routers:
+            parameter.requires_grad_(True)
 
 
 def test_abort_and_resume_stamps_each_token_with_the_weights_that_sampled_it(node):

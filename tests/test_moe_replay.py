@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import sharpen
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, HunYuanMoEV1Config, Qwen3MoeConfig
 
 import moe_replay
 from tools import toy
@@ -256,6 +256,10 @@ def test_expert_counts():
     assert moe_replay.expert_counts(toy.untrained(True, 0).config) == (E, K)
     assert moe_replay.expert_counts(toy.untrained(False, 0).config) is None
     assert moe_replay.expert_counts(deepseek().config) == (8, 2)
+    assert moe_replay.expert_counts(HunYuanMoEV1Config(num_experts=64, moe_topk=[8] * 4)) == (64, 8)
+    assert moe_replay.expert_counts(HunYuanMoEV1Config()) is None, "one expert is no choice"
+    with pytest.raises(ValueError, match=r"moe_topk.*\[8, 4\]; replay takes one number for all"):
+        moe_replay.expert_counts(HunYuanMoEV1Config(num_experts=64, moe_topk=[8, 4]))
 
 
 @torch.no_grad()
@@ -412,7 +416,7 @@ def test_m6_checkpointing_recomputes_with_the_same_experts(moe, ids_T):
     experts_LTK = random_routes(L, T)
     plain, seen = gradients(experts_LTK)
     assert len(seen) == L
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     recomputed, seen = gradients(experts_LTK)
     # Forward in layer order, recomputation from the last layer back.
     assert len(seen) == 2 * L

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -955,8 +956,9 @@ def test_s7_a_probe_of_other_weights_is_refused_on_every_rank(folder, worlds, ki
     wait_for(folder, worlds, 2)
     for rank in range(2):
         error = (folder / kind / "world2" / f"changed{rank}.txt").read_text()
-        difference = float(error.split("differ from the trainer's by ")[1].split(",")[0])
-        assert difference > 1e-2 and "bound 0.0001" in error
+        difference = float(re.search("differ from the trainer's by ([^:,]+)", error)[1])
+        assert difference > 1e-2 and "probe_bound 0.0001" in error
+        assert ("in shares [" in error) == (kind == "moe")
 
 
 def test_a_probe_that_is_nan_is_refused(folder, worlds):
@@ -1042,11 +1044,13 @@ def test_manifests_of_two_nodes_are_merged():
 def test_meters_of_two_nodes_are_summed_when_they_count_and_averaged_when_they_are_means():
     merged = two_manifests(
         rollout__status__ok=(4, 2), rollout__status__agent_error=(None, 2), identity__closing_tokens=(3, 5),
-        rollout__reprefilled_tokens=(10, 0), identity__segments_per_rollout=(1.0, 2.0), rollout__calls=(2.0, 3.0),
+        rollout__reprefilled_tokens=(10, 0), rollout__cached_tokens=(3, 4),
+        identity__segments_per_rollout=(1.0, 2.0), rollout__calls=(2.0, 3.0),
     )["meters"]  # fmt: skip
     assert merged["identity/segments_per_rollout"] == 1.5 and merged["rollout/calls"] == 2.5
     assert merged["rollout/status/ok"] == 6 and merged["rollout/status/agent_error"] == 2
     assert merged["identity/closing_tokens"] == 8 and merged["rollout/reprefilled_tokens"] == 10
+    assert merged["rollout/cached_tokens"] == 7
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -477,7 +477,7 @@ class FakeEngine:
         reason = "abort" if self.aborted.is_set() else "length"
         logprobs = [{token: SimpleNamespace(logprob=self.logprob)} for token in ids]
         output = SimpleNamespace(token_ids=ids, logprobs=logprobs, routed_experts=None, finish_reason=reason)
-        yield SimpleNamespace(outputs=[output])
+        yield SimpleNamespace(outputs=[output], num_cached_tokens=None)
 
     async def pause_generation(self, mode):
         assert mode == "abort"

@@ -104,7 +104,11 @@ def test_three_steps_end_to_end(kind, models, launch):
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert all(line["mismatch/max"] < 1e-4 and line["gate/lag_max"] == 0 for line in metrics)
     if kind == "moe":
-        assert all(line["replay/agreement/0"] > 0.999 for line in metrics)
+        for line in metrics:  # two trainer ranks; every position but each row's last is replayed
+            assert all(line[f"replay/agreement/{layer}"] > 0.999 for layer in range(3))
+            assert line["replay/live/gap"] == line["replay/conflicting"] == 0 < line["replay/live/last_token"] < 0.1
+            assert line["replay/replayed"] + line["replay/live/last_token"] == pytest.approx(1)
+            assert max(line["replay/k3_replayed"], line["replay/k3_live"]) < 1e-8
     ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     sampled = sum(line["sampled"] for line in ledger)
     assert sampled == sum(
