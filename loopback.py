@@ -594,6 +594,8 @@ class Branch:
     arrays: dict[str, list] = field(default_factory=lambda: {name: [] for name in ARRAYS})
     experts: np.ndarray | None = None
     known: np.ndarray | None = None
+    conflicts: set[int] = field(default_factory=set)
+    """Positions that a later call routed otherwise."""
 
     @property
     def ids(self) -> list[int]:
@@ -623,11 +625,13 @@ class Branch:
             array += values
 
     def add_routes(self, routes_SLK: np.ndarray) -> int:
-        """Lay down one engine request's routes; returns the number of conflicting positions."""
+        """Lay down one engine request's routes; returns the number of positions that conflict for the first time."""
         if self.experts is None:
             self.experts, self.known = routes_SLK[:0], np.zeros(0, bool)
         self.experts, self.known = moe_replay.extend(self.experts, self.known, len(self.ids))
-        return moe_replay.lay_down(self.experts, self.known, routes_SLK)
+        before = len(self.conflicts)
+        self.conflicts.update(moe_replay.lay_down(self.experts, self.known, routes_SLK).tolist())
+        return len(self.conflicts) - before
 
     def row_arrays(self) -> dict[str, np.ndarray]:
         """The arrays of a row. A dense model's routes have no layers; a token past the last call is unknown."""

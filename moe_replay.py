@@ -62,11 +62,11 @@ def extend(experts_TLK: np.ndarray, known_T: np.ndarray, num_tokens: int) -> tup
     return np.concatenate([experts_TLK, blank]), np.concatenate([known_T, np.zeros(missing, bool)])
 
 
-def lay_down(experts_TLK: np.ndarray, known_T: np.ndarray, routes_SLK: np.ndarray) -> int:
+def lay_down(experts_TLK: np.ndarray, known_T: np.ndarray, routes_SLK: np.ndarray) -> np.ndarray:
     """Write the routes of positions 0..S-1 into a segment's arrays, first writer wins, in place.
 
-    Returns the number of conflicts: positions already known with a different route (they happen when a pause lets
-    new weights prefill old tokens again). Example: 5 known-to-be tokens of a first turn give 4 rows, so position 4
+    Returns the conflicts: positions already known with a different route (they happen when a pause lets new weights
+    prefill old tokens again). Example: 5 known-to-be tokens of a first turn give 4 rows, so position 4
     stays unknown until the second turn's call, whose row 4 is then the first to be written there.
 
     Raises ``ValueError`` when there are more routes than tokens or the layer or expert counts differ.
@@ -77,7 +77,7 @@ def lay_down(experts_TLK: np.ndarray, known_T: np.ndarray, routes_SLK: np.ndarra
     known_S = known_T[:count]
     # A set of experts is a route: engines list it by descending score, which rounding may reorder.
     differs_S = (np.sort(experts_TLK[:count], -1) != np.sort(routes_SLK, -1)).any((1, 2))
-    conflicts = int((differs_S & known_S).sum())
+    conflicts = np.flatnonzero(differs_S & known_S)
     experts_TLK[:count][~known_S] = routes_SLK[~known_S]
     known_T[:count] = True
     return conflicts
@@ -105,9 +105,10 @@ def coverage(known: list[np.ndarray]) -> torch.Tensor:
 def pack(routes: list[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Concatenate rows' ``(experts [T, L, K], known [T])`` in row order, as the rows' tokens are.
 
-    Returns ``experts_LTK`` int64 (layer first: a router reads its own layer) and ``known_T`` bool.
+    Returns ``experts_LTK`` (layer first: a router reads its own layer; as narrow as they came, because a batch's wait
+    on the device) and ``known_T`` bool.
     """
-    experts_TLK = np.concatenate([experts for experts, _ in routes]).astype(np.int64)
+    experts_TLK = np.concatenate([experts for experts, _ in routes])
     known_T = np.concatenate([known for _, known in routes])
     experts_LTK = torch.from_numpy(np.ascontiguousarray(experts_TLK.transpose(1, 0, 2)))
     return experts_LTK.to(device), torch.from_numpy(known_T).to(device)
@@ -131,11 +132,12 @@ class Select(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func in MASKED_FILL:
-            self.masked.append((out, args[0]))
-        if func not in TOPK:
+        if func not in TOPK + MASKED_FILL:
             return out
         scores_TE = args[0] if args else kwargs["input"]
+        if func in MASKED_FILL:
+            self.masked.append((out, scores_TE))
+            return out
         shape = scores_TE.ndim, scores_TE.shape[-1], out.indices.shape[-1]
         if shape != (2, self.num_experts, self.experts_per_token):
             return out
@@ -175,10 +177,12 @@ def find_routers(model: nn.Module, num_experts: int, experts_per_token: int, for
     for module in model.modules():
         hooks.append(module.register_forward_pre_hook(lambda module, _args: running.append(module)))
         hooks.append(module.register_forward_hook(lambda _module, _args, _out: (running.pop(), None)[1]))
-    with torch.no_grad(), Select(num_experts, experts_per_token, note):
-        forward()
-    for hook in hooks:
-        hook.remove()
+    try:
+        with torch.no_grad(), Select(num_experts, experts_per_token, note):
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
     if not found or len(set(found)) != len(found):
         raise ValueError(
             f"expected each router to take the top {experts_per_token} of {num_experts} scores once per forward, found "
@@ -235,7 +239,7 @@ class RouteReplay:
         experts_LTK, known_T, metered = self.current
 
         def answer(live_TK: torch.Tensor) -> torch.Tensor:
-            recorded_TK = experts_LTK[layer]
+            recorded_TK = experts_LTK[layer].long()
             if live_TK.shape != recorded_TK.shape:
                 raise ValueError(
                     f"routes of shape {tuple(recorded_TK.shape)} for a selection of {tuple(live_TK.shape)}"

@@ -152,7 +152,7 @@ def read_gate(text: str) -> dict:
 
 LEAST = {"steps": 1, "token_budget": 2, "head_chunk": 1, "minibatches": 1, "max_lag": 0, "lr": 0, "grad_clip": 1e-9,
          "kl_coef": 0, "kl_target": 0, "entropy_coef": 0, "value_coef": 0, "distill_coef": 0, "overlong_limit": 0,
-         "overlong_penalty": 0, "dual_clip": 0, "denominator_constant": 1e-9}  # fmt: skip
+         "overlong_penalty": 0, "dual_clip": 0, "denominator_constant": 1e-9, "probe_agreement": 0}  # fmt: skip
 """The smallest value of a field."""
 
 
@@ -432,11 +432,6 @@ class Policy(nn.Module):
             nn.init.zeros_(self.value_head.bias)
         if cfg.checkpoint_activations:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
-        if cfg.freeze_router:
-            if not self.expert_counts():
-                raise ValueError(f"--freeze_router True, but {cfg.model} has no routers; leave it out")
-            for router in moe_replay.find_routers(self.model, *self.expert_counts(), self.two_tokens):
-                router.requires_grad_(False)
         self.train()
 
     def expert_counts(self) -> tuple[int, int] | None:
@@ -497,14 +492,23 @@ def make_reference(cfg: TrainConfig, ranks: Ranks) -> Policy | None:
     """The frozen model of ``--ref_model``, sharded like the policy; its own routers choose its experts."""
     if not cfg.ref_model:
         return None
-    frozen = replace(cfg, model=cfg.ref_model, advantage="reinforce", freeze_router=False)
+    frozen = replace(cfg, model=cfg.ref_model, advantage="reinforce")
     return shard(Policy(frozen, vars(torch)[cfg.dtype]).requires_grad_(False).eval(), frozen, ranks)
 
 
 def make_replay(policy: Policy, cfg: TrainConfig) -> moe_replay.RouteReplay | None:
     """Route replay for a mixture-of-experts model, None for a dense one."""
+    counts = policy.expert_counts() if cfg.replay else None
+    return moe_replay.RouteReplay(policy, *counts, policy.two_tokens) if counts else None
+
+
+def freeze_routers(policy: Policy) -> None:
+    """Take every router's weights from the optimizer and the weight sync: ``--freeze_router``."""
     counts = policy.expert_counts()
-    return moe_replay.RouteReplay(policy, *counts, policy.two_tokens) if counts and cfg.replay else None
+    if not counts:
+        raise ValueError("--freeze_router True, but the model has no routers; leave it out")
+    for router in moe_replay.find_routers(policy, *counts, policy.two_tokens):
+        router.requires_grad_(False)
 
 
 # -------------------------------------------------------------------------------------------------- packing
@@ -948,8 +952,9 @@ class Syncer:
                 agreements.append([agreed / compared for agreed in agreed_L])
         worst = float(torch.stack(differences).max())  # Python's max would lose a NaN
         self.worst = max(self.worst, worst)
-        agreed_L = [round(min(shares), 3) for shares in zip(*agreements, strict=True)]
-        experts = f", its experts are those of the trainer's routers in shares {agreed_L} by layer" if agreed_L else ""
+        agreed_L = [min(shares) for shares in zip(*agreements, strict=True)]
+        shares = ", ".join(f"{share:.3f}" for share in agreed_L)
+        experts = f", its experts are those of the trainer's routers in shares [{shares}] by layer" if shares else ""
         # "not <=" rather than ">": a NaN must not pass.
         if not worst <= self.cfg.probe_bound or not min(agreed_L, default=1.0) >= self.cfg.probe_agreement:
             raise RuntimeError(
@@ -1081,8 +1086,9 @@ def replay_metrics(policy: Policy, micro: list[MicroBatch], scored: Scored, step
     one, sizes = micro[index], [len(one.target_S) for one in micro]
     trained_S = ranks.concat(one.trained_S)
     for name, logp_S in (("replayed", scored.logp_S.split(sizes)[index]), ("live", score(policy, [one], None).logp_S)):
-        log_ratio_S = ranks.concat(gate.log_ratio(logp_S, one.behaviour_S, one.trained_S))
-        metrics[f"replay/k3_{name}"] = gate.mismatch(log_ratio_S, trained_S)["k3"]
+        with named_rows([one]):
+            log_ratio_S = gate.log_ratio(logp_S, one.behaviour_S, one.trained_S)
+        metrics[f"replay/k3_{name}"] = gate.mismatch(ranks.concat(log_ratio_S), trained_S)["k3"]
     return metrics
 
 
@@ -1146,6 +1152,8 @@ def train(cfg: TrainConfig) -> None:
     ranks, nodes = Ranks(cfg), Nodes(cfg)
     policy, reference = shard(Policy(cfg), cfg, ranks), make_reference(cfg, ranks)
     replay = make_replay(policy, cfg)
+    if cfg.freeze_router:
+        freeze_routers(policy)
     optimizer, schedule = make_optimizer(policy, cfg)
     chosen_gate, kl_coef, journal = read_gate(cfg.gate), cfg.kl_coef, Journal(cfg, ranks)
     states = ranks.from_rank0(nodes.wait_ready)

@@ -778,7 +778,8 @@ class Scheduler:
     def screen(self, group: Group) -> bool:
         """Whether the group is worth training on; if not it is dropped, and the scheduler starts another."""
         rewards = [rollout.reward for rollout in group.rollouts if rollout.status in TRAINABLE]
-        reason = None if rewards else "none_trainable"
+        late = any(rollout.status == "stale" for rollout in group.rollouts)
+        reason = None if rewards else "stale" if late else "none_trainable"
         if rewards and self.cfg.filter_groups:
             reason = gate.no_signal(torch.tensor(rewards, dtype=torch.float64))
         if reason:
@@ -791,7 +792,7 @@ class Scheduler:
         self.ledger.dropped[reason] += sum(rollout.sampled for rollout in group.rollouts)
         self.reasons[reason] += 1
         self.groups_dropped += 1
-        self.barren += 1
+        self.barren += reason != "stale"  # as many as the bound allows may be late; those that follow are not
         self.changed.set()
         if self.barren > (4 if reason == "none_trainable" else 32) * self.cfg.groups_per_step:
             statuses = dict(Counter(rollout.status for rollout in group.rollouts))

@@ -494,8 +494,8 @@ def test_three_steps_with_the_real_engine(style):
         least, most = {"compact": (1.0, 3.0), "subagents": (2.0, 3.0)}.get(style, (1.0, 1.0))
         assert least <= line["identity/segments_per_rollout"] <= most
         assert style != "compact" or line["identity/segments_per_rollout"] > 1
-    # The summaries that ``compact`` asks for are nothing the toy was taught; the others it gets right now and then.
-    assert sum(line["reward"] for line in metrics) / 3 > (-1 if style == "compact" else 0)
+    if style != "compact":  # whose summaries are nothing that the toy was taught
+        assert 0 < sum(line["reward"] for line in metrics) / 3 <= 1
 
 
 @pytest.mark.engine

@@ -125,6 +125,7 @@ def test_m2_m5_routes_over_turns_and_cached_prefixes_equal_the_live_ones(node):
         if cached := manifest["meters"]["rollout/cached_tokens"]:
             break
     assert cached, "no prefix was cached: the test saw nothing"
+    assert manifest["meters"]["identity/route_conflicts"] == 0, "a cached position's routes are those it had before"
     node.replay.take_agreement()
     for row in rows:
         assert row.experts.shape == (len(row), 2, 2) and row.experts.dtype == np.uint8
@@ -135,10 +136,35 @@ def test_m2_m5_routes_over_turns_and_cached_prefixes_equal_the_live_ones(node):
     assert min(agreed_L) / compared > 0.999
 
 
+def test_m2_a_cached_prompt_has_the_routes_of_its_first_run(node):
+    """Whole blocks of a prompt come from the cache the second time; nothing is sampled in between."""
+    if node.replay is None:
+        pytest.skip("a dense model has no routes")
+    prompts = torch.randint(0, 256, (4, 300), generator=torch.Generator().manual_seed(3)).tolist()
+    take(node)  # the meters start anew
+    node.nodes.each("/sync/begin", {})
+    runs = []
+    for _ in range(2):
+        [reply] = node.nodes.each("/sync/probe", {"prompts": prompts, "max_tokens": 4})
+        runs.append({tuple(row.token_ids[:300]): row for row in rl.unpack_rows(reply.content)})
+    node.nodes.each("/sync/commit", {"version": node.version})
+    for prompt, first in runs[0].items():
+        again = runs[1][prompt]
+        assert first.experts_known[:300].all() and again.experts_known[:300].all()
+        assert np.array_equal(first.experts[:300], again.experts[:300])
+    manifest, _ = take(node)
+    sync(node)
+    assert manifest["meters"]["rollout/cached_tokens"] >= 4 * 256, "the prompts were not cached"
+
+
 def test_replay_holds_in_a_packed_recomputed_step(node):
-    """Several rows in one micro-batch, with and without recomputation: the engine's log-probs and one gradient."""
+    """Several rows in one micro-batch: the engine's log-probs; and by other experts than the routers would choose, the
+    same log-probs and gradient with recomputation as without."""
     _, rows = steady_rows(node)
     batch = rl.pack([(row, 0) for row in rows], node.ranks.device)
+    recorded_S = rl.score(node.policy, [batch], node.replay).logp_S
+    assert (recorded_S - batch.behaviour_S).abs().max() < 1e-4
+    batch.experts_LTK = (batch.experts_LTK + 1) % 8
 
     def gradients() -> tuple[torch.Tensor, torch.Tensor]:
         context, forward = rl.run(node.policy, batch, node.replay)
@@ -149,12 +175,14 @@ def test_replay_holds_in_a_packed_recomputed_step(node):
         return logp_S.detach(), torch.cat([rl.full(p.grad).flatten() for p in node.policy.parameters()])
 
     logp_S, plain = gradients()
-    assert (logp_S - batch.behaviour_S).abs().max() < 1e-5
     node.policy.model.activation_checkpointing_enable({"use_reentrant": False})
-    again_S, recomputed = gradients()
-    node.policy.model.activation_checkpointing_disable()
-    node.policy.zero_grad()
+    try:
+        again_S, recomputed = gradients()
+    finally:
+        node.policy.model.activation_checkpointing_disable()
+        node.policy.zero_grad()
     assert torch.equal(again_S, logp_S)
+    assert node.replay is None or (logp_S - recorded_S).abs().max() > 0.1, "other experts, another function"
     torch.testing.assert_close(recomputed, plain, rtol=0, atol=float(plain.abs().max()) * 1e-6)
 
 

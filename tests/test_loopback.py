@@ -947,6 +947,8 @@ def test_the_same_experts_in_another_order_are_no_conflict():
     assert branch.add_routes(routes(3)) == 0
     assert branch.add_routes(routes(3)[..., ::-1]) == 0
     assert branch.add_routes(routes(3, 1)) == 3
+    branch.add([4])
+    assert branch.add_routes(routes(4, 1)) == 0, "each position counts once, however often it is prefilled again"
 
 
 def test_a_resample_keeps_the_routes_of_the_shared_beginning_and_has_its_own_after():

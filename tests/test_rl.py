@@ -826,6 +826,18 @@ def test_m13_replay_meters_count_rows_of_the_batch_once(folder, worlds, models, 
             assert m[f"replay/agreement/{layer}"] == pytest.approx(same, abs=2 / known), step
 
 
+def test_a_nan_is_named_by_its_row_where_replay_is_measured(models, policies):
+    (_, rollouts), (policy, replay) = models["moe"], policies["moe"]
+    batch = rl.pack([(rollouts[4][0], 4), (rollouts[5][0], 5)], CPU)
+    scored = rl.score(policy, [batch], replay, metered=True)
+    place = int(rollouts[4][0].sampled.sum())
+    scored.logp_S[place] = math.nan
+    ranks = SimpleNamespace(sum=lambda value: value, concat=lambda value: value)
+    named = rf"row 'r5.0', token {np.flatnonzero(rollouts[5][0].sampled)[0]}: .* logp=nan"
+    with pytest.raises(ValueError, match=named):
+        rl.replay_metrics(policy, [batch], scored, 0, 0.0, ranks, replay)
+
+
 def test_k3_with_and_without_replay_is_of_one_micro_batch(folder, worlds, models):
     """Where one micro-batch holds everything, it is the k3 of the batch."""
     wait_for(folder, worlds, 1)
@@ -886,8 +898,8 @@ def test_frozen_routers_are_neither_trained_nor_sent(folder, worlds):
 
 
 def test_a_dense_model_has_no_routers_to_freeze(folder, models):
-    with pytest.raises(ValueError, match=r"--freeze_router True, but .*dense/model has no routers; leave it out"):
-        rl.Policy(config(folder, "dense", "unused", freeze_router=True))
+    with pytest.raises(ValueError, match="--freeze_router True, but the model has no routers; leave it out"):
+        rl.freeze_routers(rl.Policy(config(folder, "dense", "unused")))
 
 
 @pytest.mark.parametrize("world", [1, 4])

@@ -124,6 +124,15 @@ def test_groups_that_all_fail_end_the_run_with_the_statuses():
             assert scheduler.collect() is None
 
 
+def test_groups_that_came_too_late_are_replaced_however_many():
+    """That the trainer was faster says nothing of the agent."""
+    late = [Group(n, [ended(f"{n}-0", [3]), ended(f"{n}-1", [3], "agent_error")]) for n in range(99)]
+    scheduler = scheduler_with(late, version=5, max_lag=1)
+    assert scheduler.collect() is None and not scheduler.ready
+    assert scheduler.reasons == Counter(stale=99) and (scheduler.barren, scheduler.submitted) == (0, 0)
+    assert scheduler.ledger.dropped == Counter(stale=99)
+
+
 GROUPS = {
     "all_pass": [1.0, 1.0],
     "all_fail": [0.0, 0.0],

@@ -108,7 +108,8 @@ def test_three_steps_end_to_end(kind, models, launch):
             assert all(line[f"replay/agreement/{layer}"] > 0.999 for layer in range(3))
             assert line["replay/live/gap"] == line["replay/conflicting"] == 0 < line["replay/live/last_token"] < 0.1
             assert line["replay/replayed"] + line["replay/live/last_token"] == pytest.approx(1)
-            assert max(line["replay/k3_replayed"], line["replay/k3_live"]) < 1e-8
+            # A near tie that falls the other way in the live forward would show in its k3 alone.
+            assert line["replay/k3_replayed"] < 1e-8 and line["replay/k3_live"] < 1e-3
     ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     sampled = sum(line["sampled"] for line in ledger)
     assert sampled == sum(

@@ -4,6 +4,19 @@ loopback   the server's own time per turn, the engine's excluded, as a session g
            at once; the client is a bare HTTP client that sends the whole history each turn, as the SDKs do. Reported is
            the median over sessions and, from turn 8 on, over the eight turns up to the one that is named; and the
            dearest turn of all, in which the template is asked about the whole history.
+replay     how far the trainer's log-probs are from a bfloat16 engine's, with and without the engine's routes. The
+           model is a random Qwen3 mixture of experts, not sharpened: once at transformers' own initial deviation, 0.02,
+           and once at the one with which its width of 128 has the activations that 0.02 gives a width of 2,048. The
+           tokens are vLLM's samples after random prompts; the trainer is rl.py's, in a world of one rank, with float32
+           weights and its forward in float32 or bfloat16. Choices that differ are the live routers' beside the
+           engine's, at every position that the engine forwarded: recorded in the live forward itself, and metered by
+           the replay in the other, where the layers below are replayed.
+replay_cost  what replay costs the trainer: a forward and backward pass of one packed micro-batch on one thread,
+           replaying the routes that the model chooses itself, so that both do the same work; live and replayed in
+           turn, the order swapped from pair to pair. CPU time, which what else the machine does disturbs less. Then
+           bytes: of a row on the wire, and of the tensors that a micro-batch holds for replay.
+replay_training  what replay does to training: recipe toy_moe_bf16 with replay and without, from the same seeds, through
+           run_2x8.sh (ten minutes on two cores). Means over the seeds and over windows of steps.
 """
 
 from __future__ import annotations
@@ -12,12 +25,25 @@ import argparse
 import asyncio
 import gc
 import json
+import math
+import os
+import random
 import statistics
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import aiohttp
+import torch
+from transformers import AutoModelForCausalLM
 
-from loopback import Call, Loopback, Sampling, Template
+import gate
+import moe_replay
+import rl
+from loopback import Call, Loopback, Row, Sampling, Template, pack_rows
 from tools import toy
 
 TURNS, SESSIONS = 128, 9
@@ -92,7 +118,227 @@ def loopback() -> None:
         print(f"{shape:<11}{table}{dearest:>10.2f}")
 
 
-BENCHES = {"loopback": loopback}
+# --------------------------------------------------------------------------------------------- replay
+
+PROMPTS, PROMPT, SAMPLED = 64, 32, 64
+"""Prompts, their tokens, and the tokens sampled after each."""
+MOE, TOY = (6, 64, 8), (3, 8, 2)
+"""Layers, experts of a layer, and of a token."""
+INITIAL = 0.02, 0.08
+"""Standard deviations of the initial weights: transformers' own, and with sqrt(128) what that is with sqrt(2048)."""
+SEEDS, STEPS, WINDOW = (0, 1), 20, 5
+ROWS, ROW, PAIRS = 2, 512, 41
+"""Rows of the timed micro-batch, their tokens, and timed pairs."""
+
+
+def table(head: list[str], body: list[list[str]]) -> None:
+    """Prints Markdown; all columns but the first are numbers."""
+    for row in (head, ["---", *["--:"] * (len(head) - 1)], *body):
+        print("| " + " | ".join(row) + " |")
+
+
+def random_model(path: Path, shape: tuple[int, int, int], deviation: float = INITIAL[0]) -> str:
+    """A mixture of experts as wide as the toy, with random weights, in folder ``path``."""
+    config = toy.untrained(moe=True, seed=0).config
+    config.update(dict(zip(("num_hidden_layers", "num_experts", "num_experts_per_tok"), shape, strict=True)))
+    config.initializer_range = deviation
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    toy.tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@contextmanager
+def one_rank() -> Iterator[rl.Ranks]:
+    """A trainer's process group of one rank."""
+    os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    yield rl.Ranks(rl.TrainConfig())
+    torch.distributed.destroy_process_group()
+
+
+def random_call(rng: random.Random, prompt: int, sampled: int) -> Call:
+    """A call with a prompt of random bytes, for so many tokens."""
+    return Call(0, "", rng.choices(range(256), k=prompt), sampled, 1.0, 1.0, "")
+
+
+def sample(model: str, shape: tuple[int, int, int]) -> list[Row]:
+    """Rows that a bfloat16 engine sampled, with its log-probs and routes; the engine is gone afterwards."""
+    from vllm import LLM, SamplingParams
+
+    import rollout
+
+    layers, experts, _ = shape
+    router = rollout.Router([], rollout.RolloutConfig(), [], experts)
+    router.moe_layers = list(range(layers))
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "HF_HUB_OFFLINE": "1"}
+    engine = LLM(
+        model,
+        dtype="bfloat16",
+        max_model_len=PROMPT + SAMPLED,
+        max_num_seqs=PROMPTS,
+        enforce_eager=True,
+        enable_return_routed_experts=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+    )
+    rng = random.Random(0)
+    calls = [random_call(rng, PROMPT, SAMPLED) for _ in range(PROMPTS)]
+    params = SamplingParams(max_tokens=SAMPLED, ignore_eos=True, logprobs=0, detokenize=False)
+    outputs = engine.generate([rollout.TokensPrompt(prompt_token_ids=call.sent_ids) for call in calls], params)
+    engine.llm_engine.engine_core.shutdown()
+    for call, output in zip(calls, outputs, strict=True):
+        router.append(call, 0, 0, output.outputs[0])
+    return [rollout.probe_row(call) for call in calls]
+
+
+def live_choices(policy: rl.Policy, batches: list[rl.MicroBatch], shape: tuple[int, int, int]):
+    """``score`` without replay, and the experts that the routers chose, ``[L, T, K]``."""
+    layers, experts, per_token = shape
+    chosen: list[torch.Tensor] = []
+
+    def note(live_TK: torch.Tensor) -> torch.Tensor:
+        chosen.append(live_TK)
+        return live_TK
+
+    with moe_replay.Select(experts, per_token, note):
+        scored = rl.score(policy, batches, None)
+    parts = [torch.stack(chosen[start : start + layers]) for start in range(0, len(chosen), layers)]
+    return scored, torch.cat(parts, 1)
+
+
+def distances(model: str, rows: list[Row], ranks: rl.Ranks) -> Iterator[list[str]]:
+    """The table's rows for one model: trainer, mismatch, k3's quotient, ratios outside, choices that differ."""
+    for dtype in ("float32", "bfloat16"):
+        cfg = rl.TrainConfig(model=model, dtype=dtype)
+        policy = rl.shard(rl.Policy(cfg), cfg, ranks)
+        replayer = rl.make_replay(policy, cfg)
+        batches = rl.micro_batches([(row, 0) for row in rows], cfg, ranks, replayer)
+        behaviour_S = rl.Batch.of(batches).behaviour_S
+        known_T = torch.cat([batch.known_T for batch in batches])
+        live, chosen_LTK = live_choices(policy, batches, MOE)
+        engine_LTK = torch.cat([batch.experts_LTK for batch in batches], 1).long()
+        same_LTK = (chosen_LTK[..., :, None] == engine_LTK[..., None, :]).any(-1)[:, known_T]
+        replayed = rl.score(policy, batches, replayer, metered=True)
+        *agreed_L, compared = replayer.take_agreement().tolist()
+        agreed = float(same_LTK.double().mean()), sum(agreed_L) / (len(agreed_L) * compared)
+        ratios = [scored.logp_S - behaviour_S for scored in (live, replayed)]
+        sizes = [gate.mismatch(log_ratio_S, torch.ones_like(log_ratio_S, dtype=torch.bool)) for log_ratio_S in ratios]
+        for routes, log_ratio_S, size, share in zip(("live", "replayed"), ratios, sizes, agreed, strict=True):
+            outside = float((log_ratio_S.abs() > math.log(2)).double().mean())
+            yield [f"{dtype}, {routes}", *(f"{size[name]:.4f}" for name in ("mean", "p99", "max")),
+                   f"{size['k3']:.1e}", f"{sizes[0]['k3'] / size['k3']:.1f}", f"{outside:.2%}",
+                   f"{1 - share:.2%}"]  # fmt: skip
+
+
+def replay() -> None:
+    """Prints the table of the trainer's distance from the engine."""
+    body = []
+    with TemporaryDirectory() as folder, one_rank() as ranks:
+        for deviation in INITIAL:
+            model = random_model(Path(folder) / str(deviation), MOE, deviation)
+            body += [[f"{deviation}", *row] for row in distances(model, sample(model, MOE), ranks)]
+    print(f"{PROMPTS * SAMPLED} tokens sampled by a bfloat16 engine; random model: {named(MOE)}")
+    table(["initial deviation", "trainer, routes", "mean \\|Δlogp\\|", "p99", "max", "k3", "k3 live / this",
+           "ratio outside [0.5, 2]", "choices that differ"], body)  # fmt: skip
+
+
+def named(shape: tuple[int, int, int]) -> str:
+    """A model's shape in words."""
+    return "{} layers, {} experts, top {}".format(*shape)
+
+
+def timed_batch(policy: rl.Policy, shape: tuple[int, int, int], ranks: rl.Ranks) -> tuple[list[Row], rl.MicroBatch]:
+    """Random rows, half of each sampled, and both without routes and packed with those that the model chooses."""
+    import rollout
+
+    rng = random.Random(0)
+    calls = [random_call(rng, ROW // 2, ROW // 2) for _ in range(ROWS)]
+    for call in calls:
+        call.token_ids = rng.choices(range(256), k=call.max_tokens)
+        call.logprobs, call.versions = [0.0] * call.max_tokens, [0] * call.max_tokens
+    bare = [rollout.probe_row(call) for call in calls]
+    _, chosen_LTK = live_choices(policy, [rl.pack([(row, 0) for row in bare], ranks.device)], shape)
+    for call, routes_LTK in zip(calls, chosen_LTK.split(ROW, 1), strict=True):
+        routes_TLK = routes_LTK.transpose(0, 1)[:-1].numpy()  # the last token is never forwarded by an engine
+        call.routes = [routes_TLK.astype(moe_replay.route_dtype(shape[1]))]
+    return bare, rl.pack([(rollout.probe_row(call), 0) for call in calls], ranks.device)
+
+
+def step_time(policy: rl.Policy, batch: rl.MicroBatch, replayer: moe_replay.RouteReplay | None) -> float:
+    """CPU seconds of a forward and a backward pass."""
+    policy.zero_grad()
+    began = time.process_time()
+    context, forward = rl.run(policy, batch, replayer)
+    with context:
+        forward().logp_S.mean().backward()
+    return time.process_time() - began
+
+
+def replay_cost() -> None:
+    """Prints the tables of what replay costs."""
+    times, sizes = [], []
+    with TemporaryDirectory() as folder, one_rank() as ranks:
+        for shape in (MOE, TOY):
+            cfg = rl.TrainConfig(model=random_model(Path(folder) / str(shape[0]), shape))
+            policy = rl.shard(rl.Policy(cfg), cfg, ranks)
+            arms = {"live": None, "replayed": rl.make_replay(policy, cfg)}
+            bare, batch = timed_batch(policy, shape, ranks)
+            spent: dict[str, list[float]] = {name: [] for name in arms}
+            for pair in range(-1, PAIRS):  # the first is a warm-up
+                for name in list(arms)[:: 1 if pair % 2 else -1]:
+                    seconds = step_time(policy, batch, arms[name])
+                    spent[name] += [seconds] if pair >= 0 else []
+            median = {name: statistics.median(values) for name, values in spent.items()}
+            ratios = [b / a for a, b in zip(spent["live"], spent["replayed"], strict=True)]
+            low, _, high = statistics.quantiles(ratios, n=4)
+            times.append([named(shape), *(f"{1e3 * value:.0f}" for value in median.values()),
+                          f"{median['replayed'] / median['live']:.3f}", f"{low:.3f} to {high:.3f}"])  # fmt: skip
+            wire = [len(pack_rows([row])) for row in (bare[0], batch.rows[0])]
+            routes, held = batch.rows[0].experts.nbytes, batch.experts_LTK.nbytes + batch.known_T.nbytes
+            sizes.append([named(shape), f"{routes // ROW}", f"{wire[0] / ROW:.1f}", f"{wire[1] / ROW:.1f}",
+                          *(f"{value:,}" for value in (*wire, held))])  # fmt: skip
+    print(f"forward and backward pass of {ROWS * ROW} packed tokens, CPU ms on one thread, medians of {PAIRS} pairs")
+    table(["model", "live", "replayed", "ratio", "middle half of the pairs' ratios"], times)
+    print(
+        f"\nbytes: a row of {ROW} tokens on the wire, without routes and with, and held for replay by the micro-batch"
+    )
+    table(["model", "a token's routes", "a token without", "with", "the row without", "with", "held"], sizes)
+
+
+def trained(replay: bool, seed: int) -> tuple[list[dict], float]:
+    """Metrics of a run's steps, and its last held-out reward."""
+    run = f"bench-{os.getpid()}-replay-{replay}-{seed}"
+    asked = {"RUN": run, "RECIPE": "toy_moe_bf16", "SEED": str(seed), "STEPS": str(STEPS), "REPLAY": str(replay)}
+    subprocess.run(["bash", "run_2x8.sh"], env=os.environ | asked, stdout=subprocess.DEVNULL, check=True)
+    lines = (Path("runs") / run / "metrics.jsonl").read_text().splitlines()
+    return list(map(json.loads, lines)), json.loads((Path("runs") / run / "summary.json").read_text())["reward_after"]
+
+
+def replay_training() -> None:
+    """Prints reward and mismatch by steps, replayed beside live."""
+    arms = {replay: [trained(replay, seed) for seed in SEEDS] for replay in (True, False)}
+    body = []
+    for start in range(0, STEPS, WINDOW):
+        cells = [f"{start + 1} to {start + WINDOW}"]
+        for name, form in (
+            ("reward", ".3f"),
+            ("mismatch/mean", ".1e"),
+            ("mismatch/max", ".2f"),
+            ("mismatch/k3", ".1e"),
+        ):
+            for runs in arms.values():
+                values = [line[name] for metrics, _ in runs for line in metrics[start : start + WINDOW]]
+                cells.append(format(statistics.mean(values), form))
+        body.append(cells)
+    both = [
+        f"{name}, {routes}" for name in ("reward", "mean \\|Δlogp\\|", "max", "k3") for routes in ("replayed", "live")
+    ]
+    print(f"toy_moe with a bfloat16 engine, seeds {SEEDS}")
+    table(["steps", *both], body)
+    print("held-out reward after:", {"replayed" if arm else "live": [after for _, after in arms[arm]] for arm in arms})
+
+
+BENCHES = {"loopback": loopback, "replay": replay, "replay_cost": replay_cost, "replay_training": replay_training}
 
 
 def main() -> None:
