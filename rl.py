@@ -27,6 +27,7 @@ import logging
 import math
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -124,6 +125,8 @@ class TrainConfig:
     checkpoint_activations: bool = flag(False, "recompute each layer in the backward pass")
     replay: bool = flag(True, "mixture-of-experts models: replay the engine's routes")
     freeze_router: bool = flag(False, "mixture-of-experts models: train no router, and send none to the engines")
+    keep_rows: bool = flag(False, "keep the rows of every batch in the run's folder, for --retrain")
+    retrain: str = flag("", "folder of a run that kept its rows: train again, by its config, from them, with no engine")
     eval_tasks: int = flag(128, "held-out tasks evaluated (greedy) before and after training; 0: none")
     probe_prompts: int = flag(4, "prompts of the probe after each weight sync")
     probe_tokens: int = flag(16, "tokens sampled per probe prompt")
@@ -184,7 +187,7 @@ def validate(cfg: TrainConfig) -> None:
         if not least <= vars(cfg)[name] < math.inf:  # nor NaN
             raise ValueError(f"--{name} {vars(cfg)[name]} must be finite and {least} or more")
     validate_loss(cfg)
-    if not os.environ.get("INSTAR_SECRET"):
+    if not os.environ.get("INSTAR_SECRET") and not cfg.retrain:
         raise ValueError(
             "INSTAR_SECRET is not set; export the same random string for the trainer and every rollout node"
         )
@@ -379,7 +382,45 @@ class Nodes:
 
     def rows(self, url: str, row_ids: list[str]) -> list[Row]:
         """Rows by id."""
-        return unpack_rows(self.request("POST", url + "/rows", json={"ids": row_ids}).content)
+        data = self.request("POST", url + "/rows", json={"ids": row_ids}).content
+        if self.cfg.keep_rows:
+            kept_rows(self.cfg.out, url, row_ids).write_bytes(data)
+        return unpack_rows(data)
+
+
+def kept_rows(run: str, url: str, row_ids: list[str]) -> Path:
+    """Where a run keeps what a rank fetched at once; a node numbers its rollouts through the whole run."""
+    folder = Path(run) / "rows"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{re.sub(r'[^0-9A-Za-z.]+', '-', url)}_{row_ids[0]}.safetensors"
+
+
+class Recorded:
+    """In the nodes' place, a run that kept its rows: the same batches at the same versions, and no engine.
+
+    On a CPU, with as many ranks, training from it gives the run's weights again, bit for bit.
+    """
+
+    def __init__(self, cfg: TrainConfig):
+        self.cfg, self.urls = cfg, cfg.rollout_urls.split(",")
+        *self.batches, self.end = map(json.loads, (Path(cfg.retrain) / "schedule.jsonl").read_text().splitlines())
+        if "ledger" not in self.end or len(self.batches) != cfg.steps:
+            raise ValueError(f"--retrain {cfg.retrain}: that run did not finish its {cfg.steps} steps")
+
+    def wait_ready(self) -> list[dict]:
+        return []
+
+    def manifest(self, version: int) -> dict:
+        return self.batches[version]
+
+    def rows(self, url: str, row_ids: list[str]) -> list[Row]:
+        return unpack_rows(kept_rows(self.cfg.retrain, url, row_ids).read_bytes())
+
+    def each(self, path: str, bodies: dict) -> list[httpx.Response]:
+        return [httpx.Response(200, json=self.end["ledger"])] if path == "/finish" else []
+
+    def health(self, url: str) -> dict:
+        return {"sampled": self.end["sampled"] if url == self.urls[0] else 0}
 
 
 def merge_manifests(parts: list[dict]) -> dict:
@@ -965,6 +1006,19 @@ class Syncer:
         return worst
 
 
+class Unsynced(Syncer):
+    """For a run without engines."""
+
+    def connect(self, workers: list[int]) -> None:
+        pass
+
+    def sync(self, version: int) -> float:
+        return 0.0
+
+    def probe(self) -> float:
+        return 0.0
+
+
 def free_port(address: str) -> int:
     """A port that is free now on ``address``."""
     import socket
@@ -1007,7 +1061,7 @@ class Journal:
         if self.writes:
             self.root.mkdir(parents=True, exist_ok=True)
             (self.root / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
-            for name in ("metrics.jsonl", "ledger.jsonl"):
+            for name in ("metrics.jsonl", "ledger.jsonl", "schedule.jsonl"):
                 (self.root / name).write_text("")
 
     def ledger(self, line: dict) -> None:
@@ -1149,7 +1203,7 @@ def make_optimizer(policy: Policy, cfg: TrainConfig):
 def train(cfg: TrainConfig) -> None:
     """The algorithm. Everything a token meets between its rollout and its gradient is called from here."""
     torch.manual_seed(cfg.seed)
-    ranks, nodes = Ranks(cfg), Nodes(cfg)
+    ranks, nodes = Ranks(cfg), (Recorded if cfg.retrain else Nodes)(cfg)
     policy, reference = shard(Policy(cfg), cfg, ranks), make_reference(cfg, ranks)
     replay = make_replay(policy, cfg)
     if cfg.freeze_router:
@@ -1158,13 +1212,15 @@ def train(cfg: TrainConfig) -> None:
     chosen_gate, kl_coef, journal = read_gate(cfg.gate), cfg.kl_coef, Journal(cfg, ranks)
     states = ranks.from_rank0(nodes.wait_ready)
     check_nodes(states, cfg)
-    syncer = Syncer(cfg, ranks, nodes, policy, replay, [state["workers"] for state in states])
+    workers = [state["workers"] for state in states]
+    syncer = (Unsynced if cfg.retrain else Syncer)(cfg, ranks, nodes, policy, replay, workers)
     if ranks.rank == 0:
         nodes.each("/sync/begin", {})
     syncer.probe()
     if ranks.rank == 0:
         nodes.each("/sync/commit", {"version": 0})
-    seconds = {"engine_start": max(state["engine_seconds"] for state in states), "eval": 0.0, "train": 0.0}
+    started = max([state["engine_seconds"] for state in states], default=0.0)
+    seconds = {"engine_start": started, "eval": 0.0, "train": 0.0}
 
     clock = time.monotonic()
     reward_before = evaluate(cfg, ranks, nodes)
@@ -1223,6 +1279,7 @@ def train(cfg: TrainConfig) -> None:
 
         metrics |= step_metrics(batch, decision, log_ratio_S, lag_S, scored, reference_S, credit.target_S, cfg, ranks)
         journal.ledger(line)
+        journal.append("schedule.jsonl", manifest)
         journal.step(
             {
                 "step": version + 1,
@@ -1264,6 +1321,7 @@ def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Sy
             raise RuntimeError(f"ledger: {last['pending_after']} sampled tokens still pending after the end: {last}")
         journal.ledger(ledger_line(cfg.steps + 1, last, torch.zeros(1, len(gate.REASONS)), 0))
         sampled = sum(nodes.health(url)["sampled"] for url in nodes.urls)
+        journal.append("schedule.jsonl", {"ledger": last, "sampled": sampled})
         if sampled != journal.sampled:
             raise RuntimeError(
                 f"ledger: its lines hold {journal.sampled} sampled tokens, the engines sampled {sampled}"
@@ -1299,6 +1357,9 @@ def main() -> None:
     end_with_parent()
     try:
         (cfg,) = HfArgumentParser(TrainConfig, allow_abbrev=False).parse_args_into_dataclasses()
+        if cfg.retrain:
+            recorded = json.loads((Path(cfg.retrain) / "config.json").read_text())
+            cfg = replace(TrainConfig(**recorded), retrain=cfg.retrain, out=cfg.out, keep_rows=False, eval_tasks=0)
         validate(cfg)
         train(cfg)
     except Exception as error:

@@ -14,11 +14,18 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, free_port, make_model, start_rollout
+from safetensors.torch import load_file
 
+import gate
+import rl
+
+torch.set_num_threads(1)
 pytestmark = pytest.mark.engine
 
 
@@ -122,6 +129,89 @@ def test_three_steps_end_to_end(kind, models, launch):
         assert (folder / name).is_file(), name
     assert "held-out reward" in out
     assert "saved runs/" in out
+
+
+def trained_by_hand(run: Path, ranks: int) -> dict[str, torch.Tensor]:
+    """The run's training as one synchronous loop in one process: no scheduler, no engine, no shards, no collectives.
+
+    It adds up what the ranks add up, in their order: FSDP reduces each micro-batch's gradients before it keeps them.
+    """
+    cfg = rl.TrainConfig(**json.loads((run / "config.json").read_text()))
+    nodes = rl.Recorded(replace(cfg, retrain=str(run)))
+    policy = rl.Policy(cfg)
+    parameters = list(policy.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, batch in enumerate(nodes.batches):
+        rollouts = batch["rollouts"]
+        reward_N = torch.tensor([rollout["reward"] for rollout in rollouts], dtype=torch.float64)
+        valid_N = torch.tensor([rollout["status"] in ("ok", "truncated") for rollout in rollouts])
+        advantage_N = gate.advantages("reinforce", reward_N, rl.groups_of(rollouts), valid_N).float()
+        tokens = sum(row["sampled"] for rollout in rollouts for row in rollout["rows"])
+        packed = [micro_batches_of(nodes, rollouts, mine, step) for mine in rl.assign(rollouts, ranks)]
+        weights = [gate_weights(policy, micro) for micro in packed]
+        gradient = [torch.zeros_like(parameter) for parameter in parameters]
+        for index in range(max(map(len, packed))):
+            parts = []
+            for micro, weight in zip(packed, weights, strict=True):
+                if index < len(micro):
+                    one = micro[index]
+                    loss = -(weight[index] * advantage_N[one.rollout_S] * said(policy, one)).sum() / tokens
+                    parts.append(torch.autograd.grad(loss, parameters))
+            for total, *some in zip(gradient, *parts, strict=True):
+                total += sum(some)
+        for parameter, total in zip(parameters, gradient, strict=True):
+            parameter.grad = total
+        decay = 1 - 0.9 * step / cfg.steps
+        optimizer.param_groups[0]["lr"] = cfg.lr * (min(1.0, (step + 1) / cfg.warmup_steps) * decay)
+        optimizer.step()
+    return policy.model.state_dict()
+
+
+def micro_batches_of(nodes: rl.Recorded, rollouts: list[dict], mine: list[int], version: int) -> list[rl.MicroBatch]:
+    """A rank's rows, packed; every token is of this version."""
+    owner = {row["row_id"]: n for n in mine for row in rollouts[n]["rows"]}
+    rows = nodes.rows(nodes.urls[0], list(owner))
+    assert {v for row in rows for v in row.versions[row.sampled]} == {version}
+    bins = rl.bins([len(row) for row in rows], nodes.cfg.token_budget)
+    return [rl.pack([(rows[i], owner[rows[i].row_id]) for i in some], torch.device("cpu")) for some in bins]
+
+
+def gate_weights(policy: rl.Policy, micro: list[rl.MicroBatch]) -> tuple[torch.Tensor, ...]:
+    """Each micro-batch's weights under the preset tis."""
+    flat = rl.Batch.of(micro)
+    with torch.no_grad():
+        logp_S = torch.cat([said(policy, one) for one in micro])
+    log_ratio_S = gate.log_ratio(logp_S, flat.behaviour_S, flat.trained_S)
+    decision = gate.gate(**gate.preset("tis"), log_ratio_T=log_ratio_S, rollout_T=flat.rollout_S,
+                         trained_T=flat.trained_S, behaviour_T=flat.behaviour_S)  # fmt: skip
+    assert decision.keep_T.all()
+    return decision.weight_T.split([len(one.target_S) for one in micro])
+
+
+def said(policy: rl.Policy, one: rl.MicroBatch) -> torch.Tensor:
+    """The policy's log-probs of a micro-batch's sampled tokens."""
+    return policy(one.ids_T, one.positions_T, one.before_S, one.target_S, one.temperature_S).logp_S
+
+
+def test_max_lag_0_is_a_synchronous_loop_and_a_kept_run_trains_again(models, launch, tmp_path):
+    """Bit for bit, after five steps of the real engine's samples, on two ranks."""
+    run = launch(models["dense"], RECIPE="../tests/kept_recipe", STEPS="5")
+    out = run.end(300)
+    assert run.process.returncode == 0, out
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "rl.py"]
+    again = subprocess.run([*command, "--retrain", str(run.folder), "--out", str(tmp_path)], cwd=ROOT, text=True,
+                           capture_output=True, timeout=300)  # fmt: skip
+    assert again.returncode == 0, again.stderr[-3000:]
+    before, weights, retrained = (
+        load_file(path / "model.safetensors") for path in (models["dense"], run.folder / "model", tmp_path / "model")
+    )
+    by_hand = trained_by_hand(run.folder, ranks=2)
+    for name, tensor in weights.items():
+        assert torch.equal(retrained[name], tensor), name
+        assert torch.equal(by_hand[name], tensor), (name, (by_hand[name] - tensor).abs().max())
+        assert not torch.equal(before[name], tensor), name
+    ledgers = [(folder / "ledger.jsonl").read_text() for folder in (run.folder, tmp_path)]
+    assert ledgers[0] == ledgers[1]
 
 
 def test_ctrl_c_stops_everything(models, launch):
