@@ -1053,6 +1053,15 @@ def test_manifests_of_two_nodes_are_merged():
     assert merged["ledger"] == {"sampled": 21, "pending_before": 2, "pending_after": 5, "dropped": dropped}
 
 
+def test_a_run_that_did_not_finish_cannot_be_trained_again(tmp_path):
+    cfg = rl.TrainConfig(retrain=str(tmp_path), steps=2)
+    batch, end = {"rollouts": []}, {"ledger": {}, "sampled": 3}
+    for lines, ok in (([batch, batch, end], True), ([batch, batch], False), ([batch, end], False)):
+        (tmp_path / "schedule.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with nullcontext() if ok else pytest.raises(ValueError, match="did not finish its 2 steps"):
+            assert rl.Recorded(cfg).health(cfg.rollout_urls) == {"sampled": 3}
+
+
 def test_meters_of_two_nodes_are_summed_when_they_count_and_averaged_when_they_are_means():
     merged = two_manifests(
         rollout__status__ok=(4, 2), rollout__status__agent_error=(None, 2), identity__closing_tokens=(3, 5),
