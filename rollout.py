@@ -107,6 +107,8 @@ LONG_POLL_S = 20.0
 """A manifest request that finds no full batch is answered 204 after this long; the trainer asks again."""
 SHUT_TIMEOUT_S = 10.0
 """How long cancelled rollouts may take to end."""
+PULSE_S, STALL_S = 0.05, 2.0
+"""How often the event loop's lateness is measured, and from when on it is said in the log."""
 GROUP_TIMEOUT_S = 120
 """Deadline of one collective of the weight-transfer group."""
 
@@ -150,6 +152,9 @@ class RolloutConfig:
     max_lag: int = flag(0, "largest lag, in versions, of a token when it is consumed; 0: synchronous")
     steps: int = flag(0, "optimizer steps of the run: no group beyond them is started; 0: no limit")
     seed: int = flag(0, "seed of tasks and engines")
+    affinity_factor: float = flag(
+        4.0, "a session leaves its engine when that has this many times the outstanding tokens of the idlest"
+    )
     rollout_timeout_s: float = flag(300.0, "deadline of one rollout, seconds")
     call_timeout_s: float = flag(240.0, "deadline of one call, seconds, syncs included")
     sync_timeout_s: float = flag(120.0, "deadline of each phase of a weight sync, seconds")
@@ -174,6 +179,8 @@ def validate(cfg: RolloutConfig) -> None:
         raise ValueError(f"--max_lag {cfg.max_lag} must be 0 (synchronous) or more")
     if cfg.filter_groups and cfg.group_size < 2:
         raise ValueError("--filter_groups with --group_size 1 would drop every group; leave it out")
+    if not cfg.affinity_factor >= 1:
+        raise ValueError(f"--affinity_factor {cfg.affinity_factor} must be 1 (no affinity) or more")
     if cfg.temperature <= 0:
         raise ValueError(
             f"--temperature {cfg.temperature} must be above 0: greedy rollouts have no log-prob to train on"
@@ -363,15 +370,19 @@ class Router:
             raise EngineFailure(f"call not finished in call_timeout_s={self.cfg.call_timeout_s:g}") from None
         call.finish_reason = reason
 
-    def pick(self, affinity: str) -> int:
-        """The session's own engine (it holds the prefix), else the one with the fewest outstanding tokens."""
-        return self.home.setdefault(affinity, self.load.index(min(self.load)))
+    def pick(self, affinity: str, asked: int) -> int:
+        """The engine for a call that asks for so many tokens: its session's own, which holds the prefix, unless that
+        would have ``affinity_factor`` times the outstanding tokens of the idlest; the session then moves there."""
+        idlest = self.load.index(min(self.load))
+        own = self.home.setdefault(affinity, idlest)
+        if self.load[own] + asked > self.cfg.affinity_factor * (self.load[idlest] + asked):
+            own = self.home[affinity] = idlest
+        return own
 
     async def request(self, call: Call) -> str:
         """One engine request over prompt + tokens so far; returns why it ended."""
-        index = self.pick(call.affinity)
-        request_id = f"{next(self.ids)}"
         asked = call.max_tokens - len(call.token_ids)
+        index, request_id = self.pick(call.affinity, asked), f"{next(self.ids)}"
         self.load[index] += asked
         task = asyncio.create_task(self.consume(index, request_id, call))
         self.running[task] = call
@@ -841,6 +852,29 @@ async def guard(request: web.Request, handler: Callable) -> web.StreamResponse:
         return web.Response(status=500, text=f"{request.path}: {type(error).__name__}: {error}")
 
 
+class Pulse:
+    """How late the event loop wakes a sleeper: what code that blocks it costs every rollout."""
+
+    def __init__(self):
+        self.late_s: list[float] = []
+
+    async def run(self) -> None:
+        """Measure, for ever."""
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(PULSE_S)
+            self.late_s.append(time.monotonic() - began - PULSE_S)
+            if self.late_s[-1] > STALL_S:
+                log.warning("the event loop stood still for %.1f s: an agent runs code that blocks it, which belongs "
+                            "into asyncio.to_thread, or this machine has no core left", self.late_s[-1])  # fmt: skip
+
+    def meters(self) -> dict[str, float]:
+        """Milliseconds since the last time."""
+        late_ms, self.late_s = 1e3 * np.array(self.late_s or [0.0]), []
+        return {"rollout/loop_late_ms_p99": float(np.quantile(late_ms, 0.99)),
+                "rollout/loop_late_ms_max": float(late_ms.max())}  # fmt: skip
+
+
 class Node:
     """The whole node: what it holds, its control API, its start and stop."""
 
@@ -854,6 +888,7 @@ class Node:
         self.engines: list[AsyncLLM] = []
         self.ready = False
         self.engine_seconds = 0.0
+        self.pulse = Pulse()
         self.handed: dict[str, Row] = {}
         self.snapshot = {"sampled": 0, "pending": 0, "dropped": Counter()}
         self.background: list[asyncio.Task] = []
@@ -934,7 +969,7 @@ class Node:
         self.scheduler = Scheduler(cfg, self.player, self.router, self.ledger)
         self.engine_seconds = time.monotonic() - began
         self.last_seen = time.monotonic()
-        self.background = [asyncio.create_task(self.scheduler.run()), asyncio.create_task(self.watch())]
+        self.background = [asyncio.create_task(loop) for loop in (self.scheduler.run(), self.watch(), self.pulse.run())]
         for task in self.background:
             task.add_done_callback(self.background_ended)
         # What is there by now stays, and a request's JSON is no cycle: collections would only stop the loop.
@@ -1050,6 +1085,7 @@ class Node:
             "rollout/seconds": sum(rollout.seconds for rollout in good) / len(good),
             "rollout/reprefilled_tokens": prompts["reprefilled"],
             "rollout/cached_tokens": prompts["cached"],
+            **self.pulse.meters(),
         }
 
     def ledger_delta(self) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
@@ -602,6 +603,40 @@ def test_sessions_stay_with_their_engine_and_new_ones_go_to_the_idle_one():
 
     first, second, third, fourth = asyncio.run(scenario())
     assert first == third != second == fourth
+
+
+def test_a_session_leaves_its_engine_when_that_is_far_busier():
+    """Factor 2: with 100 more tokens, 300 + 100 is more than twice 50 + 100, 200 + 100 is not."""
+    router = Router([FakeEngine(), FakeEngine()], config(affinity_factor=2.0), [9], 0)
+    assert router.pick("s", 100) == 0
+    router.load = [200, 50]
+    assert router.pick("s", 100) == 0 and router.pick("other", 100) == 1
+    router.load = [300, 50]
+    assert router.pick("s", 100) == 1
+    router.load = [50, 50]
+    assert router.pick("s", 100) == 1, "it moved, and stays there"
+
+
+def test_a_call_that_an_abort_interrupts_does_not_count_as_its_own_burden():
+    """A lone session stays at home, however long its call."""
+    router = Router([FakeEngine(), FakeEngine()], config(affinity_factor=1.0), [9], 0)
+    assert [router.pick("s", asked) for asked in (1, 10**6, 1)] == [0, 0, 0]
+
+
+def test_code_that_blocks_the_event_loop_is_measured_and_told(monkeypatch, caplog):
+    async def scenario() -> tuple[dict, dict]:
+        pulse = rollout.Pulse()
+        running = asyncio.create_task(pulse.run())
+        await asyncio.sleep(0.2)
+        time.sleep(0.7)
+        await asyncio.sleep(0.1)
+        running.cancel()
+        return pulse.meters(), pulse.meters()
+
+    monkeypatch.setattr(rollout, "STALL_S", 0.6)
+    found, again = asyncio.run(scenario())
+    assert found["rollout/loop_late_ms_max"] > 600 and "event loop stood still for" in caplog.text
+    assert set(again.values()) == {0.0}
 
 
 def test_whatever_a_parser_raises_is_the_engines_fault_and_not_the_servers():
