@@ -1,6 +1,6 @@
 # Every part of the loss at once, for tests/test_losses.py.
 . recipes/toy.sh
 ROLLOUT_FLAGS+=(--group_size 4)
-TRAIN_FLAGS+=(--eval_tasks 0 --advantage gae --surrogate ppo --minibatches 2 --dual_clip 3 --whiten True --entropy_coef 0.01
+TRAIN_FLAGS+=(--eval_tasks 0 --advantage gae --surrogate ppo --minibatches 2 --clip_low 0.01 --clip_high 0.01 --dual_clip 3 --whiten True --entropy_coef 0.01
               --ref_model "$MODEL" --kl_coef 0.1 --kl_as reward --kl_estimator k1 --kl_target 0.05
               --overlong_limit 100 --overlong_buffer 20 --denominator constant --denominator_constant 1000)
