@@ -384,15 +384,15 @@ class Nodes:
         """Rows by id."""
         data = self.request("POST", url + "/rows", json={"ids": row_ids}).content
         if self.cfg.keep_rows:
-            kept_rows(self.cfg.out, url, row_ids).write_bytes(data)
+            path = kept_rows(self.cfg.out, url, row_ids)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
         return unpack_rows(data)
 
 
 def kept_rows(run: str, url: str, row_ids: list[str]) -> Path:
     """Where a run keeps what a rank fetched at once; a node numbers its rollouts through the whole run."""
-    folder = Path(run) / "rows"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{re.sub(r'[^0-9A-Za-z.]+', '-', url)}_{row_ids[0]}.safetensors"
+    return Path(run) / "rows" / f"{re.sub(r'[^0-9A-Za-z.]+', '-', url)}_{row_ids[0]}.safetensors"
 
 
 class Recorded:
@@ -402,7 +402,7 @@ class Recorded:
     """
 
     def __init__(self, cfg: TrainConfig):
-        self.cfg, self.urls = cfg, cfg.rollout_urls.split(",")
+        self.cfg, self.urls = cfg, [cfg.retrain]
         *self.batches, self.end = map(json.loads, (Path(cfg.retrain) / "schedule.jsonl").read_text().splitlines())
         if "ledger" not in self.end or len(self.batches) != cfg.steps:
             raise ValueError(f"--retrain {cfg.retrain}: that run did not finish its {cfg.steps} steps")
@@ -420,7 +420,7 @@ class Recorded:
         return [httpx.Response(200, json=self.end["ledger"])] if path == "/finish" else []
 
     def health(self, url: str) -> dict:
-        return {"sampled": self.end["sampled"] if url == self.urls[0] else 0}
+        return {"sampled": self.end["sampled"]}
 
 
 def merge_manifests(parts: list[dict]) -> dict:

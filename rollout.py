@@ -337,9 +337,10 @@ def start_engines(cfg: RolloutConfig, moe: bool) -> list[AsyncLLM]:
 class Router:
     """Sends each call to an engine, and stamps each token with the version that sampled it."""
 
-    def __init__(self, engines: list[AsyncLLM], cfg: RolloutConfig, eos_ids: list[int], num_experts: int):
-        self.engines, self.cfg, self.eos_ids, self.num_experts = engines, cfg, eos_ids, num_experts
-        self.moe_layers: list[int] = []
+    def __init__(self, engines: list[AsyncLLM], cfg: RolloutConfig, eos_ids: list[int], num_experts: int,
+                 moe_layers: Sequence[int] = ()):  # fmt: skip
+        self.engines, self.cfg, self.eos_ids = engines, cfg, eos_ids
+        self.num_experts, self.moe_layers = num_experts, list(moe_layers)
         self.version = 0
         self.admission = asyncio.Event()
         self.admission.set()
@@ -959,9 +960,8 @@ class Node:
         eos_ids = end_ids(cfg.model, tokenizer)
         template = Template(tokenizer, eos_ids, images="vision_config" in config.to_dict())
         self.ledger = Ledger()
-        self.router = Router(self.engines, cfg, eos_ids, counts[0] if counts else 0)
-        if counts:
-            self.router.moe_layers = (await self.engines[0].collective_rpc("moe_layers"))[0]
+        [moe_layers, *_] = await self.engines[0].collective_rpc("moe_layers")
+        self.router = Router(self.engines, cfg, eos_ids, counts[0] if counts else 0, moe_layers)
         parser = Parser(tokenizer, cfg.tool_parser, cfg.reasoning_parser)
         self.loopback = Loopback(template, parser, self.router.generate, Path(cfg.model).name, cfg.max_model_len)
         await self.loopback.start()

@@ -168,8 +168,7 @@ def sample(model: str, shape: tuple[int, int, int]) -> list[Row]:
     import rollout
 
     layers, experts, _ = shape
-    router = rollout.Router([], rollout.RolloutConfig(), [], experts)
-    router.moe_layers = list(range(layers))
+    router = rollout.Router([], rollout.RolloutConfig(), [], experts, range(layers))
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "HF_HUB_OFFLINE": "1"}
     engine = LLM(
         model,
