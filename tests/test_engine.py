@@ -244,27 +244,41 @@ def test_abort_and_resume_stamps_each_token_with_the_weights_that_sampled_it(nod
     mixed = [row for row in known if len(set(row.versions[row.sampled])) > 1]
     assert mixed, "no rollout was interrupted: the test saw nothing"
     current = [parameter.detach().to_local().clone() for parameter in node.policy.parameters()]
-    for row in mixed:
-        recorded, versions = row.logprobs[row.sampled], row.versions[row.sampled]
-        assert (np.diff(versions) >= 0).all()
-        for version in sorted(set(versions)):
-            load(node, snapshots[version])
-            # A row keeps the first route of a position, so the first version's tokens are replayed. Later versions
-            # prefilled the same positions by routes of their own, which no row holds: they are scored by live
-            # routing, where a near tie may fall the other way. Hence "nearly all" for them, on experts only.
-            first = version == versions[0]
-            difference = np.abs(logprobs(node, row, replay=first).numpy() - recorded)[versions == version]
-            share = float((difference < 1e-4).mean())
-            assert share == 1 if first or node.replay is None else share > 0.9, (row.row_id, version, difference)
-    load(node, current)
+    own, other = [], []
+    try:
+        for row in mixed:
+            recorded, versions = row.logprobs[row.sampled], row.versions[row.sampled]
+            assert (np.diff(versions) >= 0).all()
+            for version in sorted(set(versions)):
+                # A row keeps the first route of a position, so the first version's tokens are replayed. Later versions
+                # prefilled the same positions by routes of their own, which no row holds: they are scored by live
+                # routing, where a near tie that falls the other way changes the tokens after it a little.
+                first = version == versions[0]
+                at = versions == version
+
+                def difference(weights, row=row, first=first, recorded=recorded, at=at) -> np.ndarray:
+                    load(node, weights)
+                    return np.abs(logprobs(node, row, replay=first).numpy() - recorded)[at]
+
+                mine = difference(snapshots[version])
+                if first or node.replay is None:
+                    assert mine.max() < 1e-4, (row.row_id, version, mine)
+                else:
+                    own += mine.tolist()
+                    other += difference(snapshots[version - 1 if version - 1 in snapshots else version + 1]).tolist()
+    finally:
+        load(node, current)
+    # With ties and all, the version before, whose weights are 3% away, is a far worse account of the same tokens.
+    assert not own or np.mean(own) < 0.1 * np.mean(other), (np.mean(own), np.mean(other))
 
 
 def test_a_pause_changes_no_route(node):
     """M4: under unchanged weights, the routes of interrupted calls are those of an uninterrupted run."""
     if node.replay is None:
         pytest.skip("a dense model has no routes")
-    start, interrupted, conflicts = node.version, 0, 0.0
-    for _ in range(6):
+    start, interrupted, conflicts = node.version + 1, 0, 0.0
+    sync(node)  # whatever the test before left in the trainer
+    for _ in range(8):
         manifest, rows = take(node)
         sync(node)
         steady = [row for row in rows if min(row.versions[row.sampled]) >= start]
