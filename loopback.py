@@ -37,6 +37,7 @@ import json
 import re
 import secrets
 import time
+import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
@@ -102,22 +103,23 @@ ROW_ARRAYS = (*ARRAYS, "experts", "experts_known")
 
 
 def pack_rows(rows: list[Row]) -> bytes:
-    """Rows as safetensors bytes: each array concatenated over rows, all else as JSON in the header."""
+    """Rows as safetensors bytes: each array concatenated over rows, and all else as compressed JSON in one more."""
     from safetensors.numpy import save
 
     arrays = {name: np.concatenate([vars(row)[name] for row in rows]) for name in ROW_ARRAYS} if rows else {}
     rest = [{key: value for key, value in vars(row).items() if key not in ROW_ARRAYS} for row in rows]
-    return save(arrays, {"lengths": json.dumps([len(row) for row in rows]), "rows": json.dumps(rest)})
+    rest = zlib.compress(json.dumps([[len(row) for row in rows], rest]).encode())
+    return save(arrays | {"rest": np.frombuffer(rest, np.uint8)})
 
 
 def unpack_rows(data: bytes) -> list[Row]:
     """The inverse of ``pack_rows``."""
     from safetensors.numpy import load
 
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     arrays, rows, start = load(data), [], 0
-    for length, rest in zip(json.loads(header["lengths"]), json.loads(header["rows"]), strict=True):
-        rows.append(Row(**rest, **{name: arrays[name][start : start + length] for name in ROW_ARRAYS}))
+    lengths, rest = json.loads(zlib.decompress(arrays.pop("rest")))
+    for length, given in zip(lengths, rest, strict=True):
+        rows.append(Row(**given, **{name: array[start : start + length] for name, array in arrays.items()}))
         start += length
     return rows
 

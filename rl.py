@@ -8,12 +8,14 @@ Read ``train`` first: it is the algorithm. Everything above it is a part it name
   waits for  a full batch (``GET /manifest``), other ranks' collectives, the phases of a weight sync
   unblocked  by the rollout nodes and by the other ranks
   deadline   ``wait_s`` for a batch, ``request_timeout_s`` for any other request, ``wait_s`` for a collective
-  failure    any violated invariant raises; torchrun then ends the other ranks, the launcher the rollout nodes
+  failure    any violated invariant raises; torchrun then ends the other ranks, the launcher the rollout nodes.
+             A node that is gone is left out, as long as another is there; within a weight transfer it ends the run
   shutdown   after the last step rank 0 closes the ledger, evaluates, and tells the nodes to end
 
 Departures from the usual: the batch is scored once without gradient before the first backward, because the gate
 decides over whole rollouts and the loss has one global denominator, known before any gradient is taken. A step is one
-batch, and one version, however many mini-batches (optimizer steps) it is divided into.
+batch, and one version, however many mini-batches (optimizer steps) it is divided into; under ``--sync_minibatches`` one
+version for each.
 
 Legend: T tokens of a packed micro-batch, S sampled tokens (of a micro-batch, or of a rank's whole batch), N rollouts
 of a batch, C calls of a rollout, D hidden size, V vocabulary, L mixture-of-experts layers, K experts per token.
@@ -22,6 +24,7 @@ of a batch, C calls of a rollout, D hidden size, V vocabulary, L mixture-of-expe
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import logging
 import math
@@ -110,6 +113,7 @@ class TrainConfig:
     clip_high: float = flag(0.28, "ppo, gspo, cispo: the ratio is clipped above 1 + clip_high")
     dual_clip: float = flag(0.0, "ppo, gspo: where the advantage is negative the ratio is clipped above this; 0: never")
     minibatches: int = flag(1, "optimizer steps per batch, each on its share of the rollouts")
+    sync_minibatches: bool = flag(False, "sync after each mini-batch, not once a step; the nodes' --versions_per_step")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, per token")
     ref_model: str = flag("", "folder of a frozen model to compare with: a KL reference, or the teacher")
     kl_coef: float = flag(0.0, "weight of the KL to ref_model; 0: it is measured only")
@@ -135,6 +139,11 @@ class TrainConfig:
     sync_address: str = flag("127.0.0.1", "address at which the engines' workers reach rank 0 for the weight transfer")
     wait_s: float = flag(900.0, "deadline for a batch, for the nodes to be ready, and for a collective, seconds")
     request_timeout_s: float = flag(300.0, "deadline of any other request to a rollout node, seconds")
+
+    @property
+    def versions_per_step(self) -> int:
+        """Versions that a step makes."""
+        return self.minibatches if self.sync_minibatches else 1
 
 
 def read_gate(text: str) -> dict:
@@ -316,34 +325,68 @@ class Ranks:
 # ------------------------------------------------------------------------------------------- rollout nodes
 
 
+class NodeGone(RuntimeError):
+    """A rollout node does not answer."""
+
+
 class Nodes:
-    """Rank 0's (and, for rows, every rank's) client of the rollout nodes."""
+    """Rank 0's (and, for rows, every rank's) client of the rollout nodes. Rank 0 goes on without one that is gone."""
 
     def __init__(self, cfg: TrainConfig):
         self.cfg = cfg
         self.urls = [url.strip().rstrip("/") for url in cfg.rollout_urls.split(",")]
         headers = {"x-instar-secret": os.environ["INSTAR_SECRET"]}
         self.http = httpx.Client(headers=headers, timeout=cfg.request_timeout_s, trust_env=False)
+        self.parts: dict[str, dict] = {}
+        """Manifests for the next batch, by node, of those that have one."""
+        self.told = {url: {"sampled": 0, "pending": 0} for url in self.urls}
+        """What each node's manifests have told of its sampled tokens: all of them, and those still pending."""
+        self.unpaid: list[dict] = []
+        """Ledger pieces of nodes that are gone, for the next line."""
 
     def request(self, method: str, url: str, **kwargs) -> httpx.Response:
-        """One request. Raises ``RuntimeError`` in one line when the node is gone or answers with an error."""
+        """One request. Raises in one line: ``NodeGone``, or ``RuntimeError`` when the node answers with an error."""
         try:
             response = self.http.request(method, url, **kwargs)
         except httpx.HTTPError as error:
-            raise RuntimeError(f"rollout node {url}: {type(error).__name__}: {error}; see its log") from None
+            raise NodeGone(f"rollout node {url}: {type(error).__name__}: {error}; see its log") from None
         if response.status_code >= 400:
             raise RuntimeError(f"rollout node answered {response.status_code}: {response.text[:500]}")
         return response
 
+    def drop(self, url: str, error: NodeGone) -> None:
+        """Go on without a node. Raises ``error`` when it was the last. What it had sampled since its last manifest
+        nobody knows; what was pending by then is lost."""
+        self.urls.remove(url)
+        if not self.urls:
+            raise error
+        log.error("%s; the run goes on without it", error)
+        self.parts.pop(url, None)
+        lost = self.told[url]["pending"]
+        self.unpaid.append(dict.fromkeys(LEDGER, 0) | {"pending_before": lost, "dropped": {"node_lost": lost}})
+
+    def surely(self, url: str, ask: Callable[[], httpx.Response]) -> httpx.Response | None:
+        """The answer to a request, None of a node that is gone."""
+        try:
+            return ask()
+        except NodeGone as error:
+            self.drop(url, error)
+            return None
+
     def each(self, path: str, bodies: list[dict] | dict) -> list[httpx.Response]:
-        """POST to every node at once; one body for all, or one each."""
+        """POST to every node at once; one body for all, or one each. The answers of those that are still there."""
         bodies = bodies if isinstance(bodies, list) else [bodies] * len(self.urls)
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(
-                pool.map(
-                    lambda pair: self.request("POST", pair[0] + path, json=pair[1]), zip(self.urls, bodies, strict=True)
-                )
-            )
+            asked = [(url, pool.submit(self.request, "POST", url + path, json=body))
+                     for url, body in zip(self.urls, bodies, strict=True)]  # fmt: skip
+        return list(filter(None, [self.surely(url, answer.result) for url, answer in asked]))
+
+    def one(self, path: str, body: dict) -> httpx.Response:
+        """POST to one node that is there."""
+        ask = lambda: self.request("POST", self.urls[0] + path, json=body)  # noqa: E731
+        while not (answer := self.surely(self.urls[0], ask)):
+            pass
+        return answer
 
     def wait_ready(self) -> list[dict]:
         """Every node's /health once it is ready."""
@@ -370,15 +413,37 @@ class Nodes:
                 return {"ready": False}
         return self.request("GET", url + "/health").json()
 
-    def manifest(self, version: int) -> dict:
-        """The next batch of all nodes. Raises ``RuntimeError`` when it takes longer than ``wait_s``."""
-        end, parts = time.monotonic() + self.cfg.wait_s, []
-        for url in self.urls:
-            while (response := self.request("GET", f"{url}/manifest?version={version}")).status_code == 204:
+    def manifest(self, version: int) -> dict | None:
+        """The next batch of all nodes; None where a node's engines must have the weights first.
+
+        Raises ``RuntimeError`` when it takes longer than ``wait_s``.
+        """
+        end = time.monotonic() + self.cfg.wait_s
+        for url in [url for url in self.urls if url not in self.parts]:
+            ask = functools.partial(self.request, "GET", f"{url}/manifest?version={version}")
+            while (response := self.surely(url, ask)) and response.status_code == 204:
                 if time.monotonic() > end:
                     raise RuntimeError(f"no batch from {url} within wait_s={self.cfg.wait_s:g} s; see its log")
-            parts.append(response.json() | {"url": url})
-        return merge_manifests(parts)
+            if response and "sync" in response.json():
+                return None
+            if response:
+                self.parts[url] = response.json() | {"url": url}
+                self.told[url]["sampled"] += self.parts[url]["ledger"]["sampled"]
+                self.told[url]["pending"] = self.parts[url]["ledger"]["pending_after"]
+        batch = merge_manifests(list(self.parts.values()))
+        self.settle(batch["ledger"])
+        self.parts = {}
+        return batch
+
+    def settle(self, ledger: dict) -> None:
+        """Add what nodes that are gone still owe."""
+        while self.unpaid:
+            add_ledger(ledger, self.unpaid.pop())
+
+    def sampled(self) -> int:
+        """Tokens that all nodes ever sampled, by their own count where it can be had."""
+        return sum(self.health(url)["sampled"] if url in self.urls else told["sampled"]
+                   for url, told in self.told.items())  # fmt: skip
 
     def rows(self, url: str, row_ids: list[str]) -> list[Row]:
         """Rows by id."""
@@ -411,7 +476,7 @@ class Recorded:
         return []
 
     def manifest(self, version: int) -> dict:
-        return self.batches[version]
+        return self.batches[version // self.cfg.versions_per_step]
 
     def rows(self, url: str, row_ids: list[str]) -> list[Row]:
         return unpack_rows(kept_rows(self.cfg.retrain, url, row_ids).read_bytes())
@@ -419,13 +484,20 @@ class Recorded:
     def each(self, path: str, bodies: dict) -> list[httpx.Response]:
         return [httpx.Response(200, json=self.end["ledger"])] if path == "/finish" else []
 
-    def health(self, url: str) -> dict:
-        return {"sampled": self.end["sampled"]}
+    def settle(self, ledger: dict) -> None:
+        pass
+
+    def sampled(self) -> int:
+        return self.end["sampled"]
+
+
+LEDGER = ("sampled", "pending_before", "pending_after")
+"""Counts of tokens in a node's piece of the ledger, beside ``dropped`` by reason."""
 
 
 def merge_manifests(parts: list[dict]) -> dict:
     """One manifest of several nodes': rollouts with their node's address; ledgers and counts summed, means averaged."""
-    rollouts, ledger = [], {"sampled": 0, "pending_before": 0, "pending_after": 0, "dropped": {}}
+    rollouts, ledger = [], dict.fromkeys(LEDGER, 0) | {"dropped": {}}
     meters: dict[str, float] = {}
     for node, part in enumerate(parts):
         for group in part["groups"]:
@@ -439,7 +511,7 @@ def merge_manifests(parts: list[dict]) -> dict:
 
 def add_ledger(total: dict, part: dict) -> None:
     """Add one node's ledger piece."""
-    for name in ("sampled", "pending_before", "pending_after"):
+    for name in LEDGER:
         total[name] += part[name]
     for reason, number in part["dropped"].items():
         total["dropped"][reason] = total["dropped"].get(reason, 0) + number
@@ -652,20 +724,38 @@ def assign(rollouts: list[dict], world: int, minibatches: int = 1) -> list[list[
 
 
 def fetch(manifest: dict, ranks: Ranks, nodes: Nodes) -> list[tuple[Row, int]]:
-    """This rank's rows, each with the index of its rollout."""
-    wanted: dict[str, dict[str, int]] = {}
-    for index in assign(manifest["rollouts"], ranks.world, nodes.cfg.minibatches)[ranks.rank]:
-        rollout = manifest["rollouts"][index]
-        wanted.setdefault(rollout["url"], {}).update({row["row_id"]: index for row in rollout["rows"]})
-    fetched = []
+    """This rank's rows, each with the index of its rollout. A node that is gone by now takes its rollouts with it, out
+    of every rank's manifest."""
+    rollouts, wanted = manifest["rollouts"], {}
+    urls = sorted({rollout["url"] for rollout in rollouts})
+    for index in assign(rollouts, ranks.world, nodes.cfg.minibatches)[ranks.rank]:
+        wanted.setdefault(rollouts[index]["url"], {}).update({row["row_id"]: index for row in rollouts[index]["rows"]})
+    fetched, gone = [], torch.zeros(len(urls))
     for url, owner in wanted.items():
-        rows = nodes.rows(url, list(owner))
+        try:
+            rows = nodes.rows(url, list(owner))
+        except NodeGone as error:
+            log.error("%s", error)
+            gone[urls.index(url)] = 1
+            continue
         if [row.row_id for row in rows] != list(owner):
             raise RuntimeError(f"asked {url} for rows {list(owner)}, got {[row.row_id for row in rows]}")
         if pictured := [row.row_id for row in rows if row.images]:
             raise ValueError(f"rows {pictured} hold images, which the trainer's forward does not take: train on text")
         fetched += [(row, owner[row.row_id]) for row in rows]
-    return fetched
+    lost = [url for url, ranks_without in zip(urls, ranks.sum(gone), strict=True) if ranks_without]
+    for url in lost:
+        nodes.drop(url, NodeGone(f"rollout node {url} does not give its rows; see its log"))
+        withdraw(manifest, url)
+    return fetch(manifest, ranks, nodes) if lost else fetched
+
+
+def withdraw(manifest: dict, url: str) -> None:
+    """Take a node's rollouts out of a batch; their tokens are dropped as ``node_lost``."""
+    mine = [rollout for rollout in manifest["rollouts"] if rollout["url"] == url]
+    manifest["rollouts"] = [rollout for rollout in manifest["rollouts"] if rollout["url"] != url]
+    tokens = sum(row["sampled"] for rollout in mine for row in rollout["rows"])
+    add_ledger(manifest["ledger"], dict.fromkeys(LEDGER, 0) | {"dropped": {"node_lost": tokens}})
 
 
 def mini_batches(rows: list[tuple[Row, int]], cfg: TrainConfig, ranks: Ranks, replay) -> list[list[MicroBatch]]:
@@ -937,17 +1027,18 @@ class SyncClient:
 class Syncer:
     """Puts the trainer's weights into every engine, and proves that they arrived."""
 
-    def __init__(self, cfg: TrainConfig, ranks: Ranks, nodes: Nodes, policy: Policy, replay, workers: list[int]):
+    def __init__(self, cfg: TrainConfig, ranks: Ranks, nodes: Nodes, policy: Policy, replay):
         self.cfg, self.ranks, self.nodes, self.policy, self.replay = cfg, ranks, nodes, policy, replay
         self.weights = Weights(policy, vars(torch)[cfg.dtype])
-        self.worst = 0.0
+        self.worst = self.seconds = 0.0
         vocabulary = policy.model.config.get_text_config().vocab_size
         rng = random.Random(cfg.seed)
         self.prompts = [[rng.randrange(vocabulary) for _ in range(24)] for _ in range(cfg.probe_prompts)]
-        self.sender = self.connect(workers) if ranks.rank == 0 else None
+        self.members: list[tuple] = []
+        """The engines of the transfer group, by node."""
 
     def connect(self, workers: list[int]):
-        """Join the transfer group; rank 0 sends."""
+        """A new transfer group with all engines' workers; rank 0 sends."""
         # vLLM takes ten seconds to import and only rank 0 needs it. rollout.py registers the gloo backend.
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -964,8 +1055,14 @@ class Syncer:
 
         Raises ``RuntimeError`` when a phase fails or the probe exceeds its bound: the version is then not committed.
         """
+        began = time.monotonic()
         if self.ranks.rank == 0:
-            self.nodes.each("/sync/begin", {})
+            states = [reply.json() for reply in self.nodes.each("/sync/begin", {})]
+            members = [(url, *state["engines"]) for url, state in zip(self.nodes.urls, states, strict=True)]
+            if members != self.members:  # at first; and when an engine was started again, or a node is gone
+                log.info("weight transfer to %s", members)
+                self.sender = self.connect([state["workers"] for state in states])
+                self.members = members
             self.sender.send_weights()
         else:
             for _ in self.weights:
@@ -973,6 +1070,7 @@ class Syncer:
         difference = self.probe()
         if self.ranks.rank == 0:
             self.nodes.each("/sync/commit", {"version": version})
+        self.seconds += time.monotonic() - began
         return difference
 
     def probe(self) -> float:
@@ -981,10 +1079,10 @@ class Syncer:
         So must, layer by layer, what its own routers choose: that finds a layer taken for another.
         """
         asked = {"prompts": self.prompts, "max_tokens": self.cfg.probe_tokens}
-        replies = self.nodes.each("/sync/probe", asked) if self.ranks.rank == 0 else [None] * len(self.nodes.urls)
+        replies = self.nodes.each("/sync/probe", asked) if self.ranks.rank == 0 else []
         differences, agreements = [], []
-        for reply in replies:
-            rows = unpack_rows(self.ranks.broadcast(reply.content if reply else None))
+        for index in range(self.ranks.from_rank0(lambda: len(replies))):
+            rows = unpack_rows(self.ranks.broadcast(replies[index].content if replies else None))
             batch = pack([(row, 0) for row in rows], self.ranks.device)
             logp_S = score(self.policy, [batch], self.replay, metered=True).logp_S
             differences.append((logp_S - batch.behaviour_S).abs().max())
@@ -1009,13 +1107,7 @@ class Syncer:
 class Unsynced(Syncer):
     """For a run without engines."""
 
-    def connect(self, workers: list[int]) -> None:
-        pass
-
     def sync(self, version: int) -> float:
-        return 0.0
-
-    def probe(self) -> float:
         return 0.0
 
 
@@ -1173,9 +1265,10 @@ def check_nodes(states: list[dict], cfg: TrainConfig) -> None:
         raise ValueError(f"rollout nodes have the seeds {[state['seed'] for state in states]}: two of them would play "
                          "the same tasks with the same samples; start each with its own --seed")  # fmt: skip
     for state in states:
-        if state["max_lag"] != cfg.max_lag or state["version"] != 0:
-            raise ValueError(f"rollout node has max_lag {state['max_lag']} and version {state['version']}, "
-                             f"the trainer has {cfg.max_lag} and 0; start both from the same recipe")  # fmt: skip
+        theirs = [state[name] for name in ("max_lag", "versions_per_step", "version")]
+        if theirs != [cfg.max_lag, cfg.versions_per_step, 0]:
+            raise ValueError(f"rollout node has max_lag, versions_per_step and version {theirs}, the trainer "
+                             f"{[cfg.max_lag, cfg.versions_per_step, 0]}; start both from the same recipe")  # fmt: skip
 
 
 def evaluate(cfg: TrainConfig, ranks: Ranks, nodes: Nodes) -> float | None:
@@ -1183,7 +1276,7 @@ def evaluate(cfg: TrainConfig, ranks: Ranks, nodes: Nodes) -> float | None:
     if not cfg.eval_tasks:
         return None
     asked = {"limit": cfg.eval_tasks, "temperature": 0.0}
-    return ranks.from_rank0(lambda: nodes.request("POST", nodes.urls[0] + "/evaluate", json=asked).json()["reward"])
+    return ranks.from_rank0(lambda: nodes.one("/evaluate", asked).json()["reward"])
 
 
 def make_optimizer(policy: Policy, cfg: TrainConfig):
@@ -1212,13 +1305,8 @@ def train(cfg: TrainConfig) -> None:
     chosen_gate, kl_coef, journal = read_gate(cfg.gate), cfg.kl_coef, Journal(cfg, ranks)
     states = ranks.from_rank0(nodes.wait_ready)
     check_nodes(states, cfg)
-    workers = [state["workers"] for state in states]
-    syncer = (Unsynced if cfg.retrain else Syncer)(cfg, ranks, nodes, policy, replay, workers)
-    if ranks.rank == 0:
-        nodes.each("/sync/begin", {})
-    syncer.probe()
-    if ranks.rank == 0:
-        nodes.each("/sync/commit", {"version": 0})
+    syncer = (Unsynced if cfg.retrain else Syncer)(cfg, ranks, nodes, policy, replay)
+    syncer.sync(0)
     started = max([state["engine_seconds"] for state in states], default=0.0)
     seconds = {"engine_start": started, "eval": 0.0, "train": 0.0}
 
@@ -1227,15 +1315,17 @@ def train(cfg: TrainConfig) -> None:
     seconds["eval"] += time.monotonic() - clock
     train_began = time.monotonic()
 
-    for version in range(cfg.steps):
+    for step in range(cfg.steps):
         # Rows: rank 0 reads the manifest, every rank fetches its own.
-        clock = time.monotonic()
-        manifest = ranks.from_rank0(lambda version=version: nodes.manifest(version))
+        clock, version = time.monotonic(), step * cfg.versions_per_step
+        while not (manifest := ranks.from_rank0(lambda version=version: nodes.manifest(version))):
+            syncer.sync(version)  # all engines of a node were started again
+        rows = fetch(manifest, ranks, nodes)
         rollouts, group_N = manifest["rollouts"], groups_of(manifest["rollouts"])
-        parts = mini_batches(fetch(manifest, ranks, nodes), cfg, ranks, replay)
+        parts = mini_batches(rows, cfg, ranks, replay)
         micro = [one for part in parts for one in part]
         batch = Batch.of(micro)
-        generated = time.monotonic()
+        generated, syncer.seconds = time.monotonic(), 0.0
 
         # What the policy says of every sampled token now, and the reference (without one: the policy itself).
         scored = score(policy, micro, replay, metered=True)
@@ -1243,7 +1333,7 @@ def train(cfg: TrainConfig) -> None:
         metrics = {}
         if replay:
             conflicts = manifest["meters"]["identity/route_conflicts"]
-            metrics = replay_metrics(policy, micro, scored, version, conflicts, ranks, replay)
+            metrics = replay_metrics(policy, micro, scored, step, conflicts, ranks, replay)
 
         with named_rows(micro):
             # Rewards to advantages, over rollouts.
@@ -1260,38 +1350,38 @@ def train(cfg: TrainConfig) -> None:
         # The ledger: every sampled token is accounted for before any of them multiplies a gradient.
         counts_RC = ranks.concat(reason_counts(decision, batch)).view(ranks.world, -1)
         listed = sum(row["sampled"] for rollout in rollouts for row in rollout["rows"])
-        line = ledger_line(version + 1, manifest["ledger"], counts_RC, listed)
+        line = ledger_line(step + 1, manifest["ledger"], counts_RC, listed)
 
         # Gradients: an optimizer step for each mini-batch, whose denominator is known before its first gradient.
         terms = Terms(batch.rollout_S, batch.trained_S, scored.logp_S, reference_S, *credit, decision.keep_T,
                       decision.weight_T, torch.zeros_like(scored.logp_S))  # fmt: skip
         sizes = [sum(len(one.target_S) for one in part) for part in parts]
-        updates = [
-            update(policy, optimizer, part, mine, cfg, ranks, replay, group_N, kl_coef, moved=index > 0)
-            for index, (part, mine) in enumerate(zip(parts, terms.split(sizes), strict=True))
-        ]
+        updates = []
+        for index, (part, mine) in enumerate(zip(parts, terms.split(sizes), strict=True)):
+            updates.append(update(policy, optimizer, part, mine, cfg, ranks, replay, group_N, kl_coef, moved=index > 0))
+            # The new version, in every engine, or the run stops.
+            if cfg.sync_minibatches or part is parts[-1]:
+                version += 1
+                probe_difference = syncer.sync(version)
         schedule.step()
-        trained = time.monotonic()
-
-        # The new version, in every engine, or the run stops.
-        probe_difference = syncer.sync(version + 1)
-        synced = time.monotonic()
+        ended = time.monotonic()
 
         metrics |= step_metrics(batch, decision, log_ratio_S, lag_S, scored, reference_S, credit.target_S, cfg, ranks)
         journal.ledger(line)
         journal.append("schedule.jsonl", manifest)
         journal.step(
             {
-                "step": version + 1,
+                "step": step + 1,
                 **rollout_metrics(rollouts),
                 **{name: sum(one[name] for one in updates) / len(updates) for name in updates[0]},
                 "lr": schedule.get_last_lr()[0],
                 **({"kl/coef": kl_coef} if reference else {}),
                 "sync/probe_max_abs_dlogp": probe_difference,
-                "tokens_per_second": listed / (synced - clock),
+                "tokens_per_second": listed / (ended - clock),
                 "seconds/generate": generated - clock,
-                "seconds/train": trained - generated,
-                "seconds/sync": synced - trained,
+                "seconds/train": ended - generated - syncer.seconds,
+                "seconds/sync": syncer.seconds,
+                **{f"rollout/dropped/{reason}": number for reason, number in line["dropped"].items()},
                 **manifest["meters"],
                 **metrics,
             }
@@ -1313,14 +1403,15 @@ def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Sy
     clock = time.monotonic()
     reward_after = evaluate(cfg, ranks, nodes)
     seconds["eval"] += time.monotonic() - clock
-    last = {"sampled": 0, "pending_before": 0, "pending_after": 0, "dropped": {}}
+    last = dict.fromkeys(LEDGER, 0) | {"dropped": {}}
     if ranks.rank == 0:
         for reply in nodes.each("/finish", {}):
             add_ledger(last, reply.json())
+        nodes.settle(last)
         if last["pending_after"]:
             raise RuntimeError(f"ledger: {last['pending_after']} sampled tokens still pending after the end: {last}")
         journal.ledger(ledger_line(cfg.steps + 1, last, torch.zeros(1, len(gate.REASONS)), 0))
-        sampled = sum(nodes.health(url)["sampled"] for url in nodes.urls)
+        sampled = nodes.sampled()
         journal.append("schedule.jsonl", {"ledger": last, "sampled": sampled})
         if sampled != journal.sampled:
             raise RuntimeError(

@@ -19,13 +19,24 @@ The loops of this file:
   produces   its tokens, log-probs, routes, each with the version that sampled it
   waits for  admission (closed during a weight sync), then for the engine
   unblocked  by commit, by the engine, or by its deadline ``call_timeout_s``
-  failure    ``EngineFailure``; the rollout is then dropped as ``engine_error``
+  failure    a dead engine's calls go on, from what it had returned, on another one, or wait for one;
+             ``EngineFailure`` otherwise, and the rollout is then dropped as ``engine_error``
   shutdown   the rollout's task is cancelled, which aborts the engine's request
 
-**Weight sync** (``Control``: begin, start/update/finish, probe, commit; driven by rank 0 of rl.py)
+**Keeper** (``Node.keep``, one per engine)
+  consumes   the engine's signs of life, asked for once a second outside of a weight sync
+  produces   a new engine in place of one that died or hangs; it joins, and may sample, from the next weight sync on
+  waits for  the engine's answer, ``engine_timeout_s``; then for the new engine to start, one at a time
+  unblocked  by the engine
+  deadline   a node whose engines all wait to join tells the trainer, which then syncs at once
+  failure    more than ``engine_restarts`` restarts end the node
+  shutdown   its task is cancelled; an engine that is starting is awaited, and shut down with the others
+
+**Weight sync** (begin, connect/start/update/finish, probe, commit; driven by rank 0 of rl.py)
   begin closes admission and aborts what runs (partial outputs are kept with their version), so no request ever
-  spans two versions; commit raises the version and opens admission. A failure in between leaves the version as it
-  is and ends the run: engines may hold a mixture of weights.
+  spans two versions; its answer says which engines take part, and where they are others than the last time the
+  trainer makes a new transfer group; commit raises the version and opens admission. A failure in between leaves the
+  version as it is and ends the run, within ``sync_timeout_s``: engines may hold a mixture of weights.
 
 Legend: S tokens of a call, L mixture-of-experts layers, K experts per token.
 """
@@ -43,13 +54,14 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 # vLLM's default on a GPU is to fork, which is not safe beside threads and would register the gloo backend twice.
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -150,6 +162,8 @@ class RolloutConfig:
     )
     groups_per_step: int = flag(8, "groups the trainer consumes per optimizer step")
     max_lag: int = flag(0, "largest lag, in versions, of a token when it is consumed; 0: synchronous")
+    versions_per_step: int = flag(1, "weight syncs of one step: the trainer's --minibatches under --sync_minibatches")
+    partial_rollouts: bool = flag(True, "a weight sync interrupts calls, which go on under the new weights; or waits")
     steps: int = flag(0, "optimizer steps of the run: no group beyond them is started; 0: no limit")
     seed: int = flag(0, "seed of tasks and engines")
     affinity_factor: float = flag(
@@ -157,6 +171,8 @@ class RolloutConfig:
     )
     rollout_timeout_s: float = flag(300.0, "deadline of one rollout, seconds")
     call_timeout_s: float = flag(240.0, "deadline of one call, seconds, syncs included")
+    engine_timeout_s: float = flag(60.0, "an engine that gives no sign of life for this long is started again, seconds")
+    engine_restarts: int = flag(3, "engines that may be started again in a run, after they died or hung")
     sync_timeout_s: float = flag(120.0, "deadline of each phase of a weight sync, seconds")
     trainer_timeout_s: float = flag(1800.0, "the node ends when no trainer spoke for this long, seconds")
     control_host: str = flag("127.0.0.1", "address the control API binds")
@@ -172,7 +188,8 @@ def validate(cfg: RolloutConfig) -> None:
         raise ValueError(f"--device {cfg.device!r} must be cpu or cuda")
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU; use --device cpu, or install the GPU requirements")
-    for name in ("engines", "tensor_parallel", "group_size", "groups_per_step", "max_tokens", "max_num_seqs"):
+    for name in ("engines", "tensor_parallel", "group_size", "groups_per_step", "max_tokens", "max_num_seqs",
+                 "versions_per_step"):  # fmt: skip
         if vars(cfg)[name] < 1:
             raise ValueError(f"--{name} {vars(cfg)[name]} must be at least 1")
     if cfg.max_lag < 0:
@@ -315,23 +332,23 @@ def engine_args(cfg: RolloutConfig, moe: bool, index: int) -> AsyncEngineArgs:
     )
 
 
-def start_engines(cfg: RolloutConfig, moe: bool) -> list[AsyncLLM]:
-    """Start the engines, one after another: what tells one engine's process its device is the environment."""
-    engines = []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+def gpu_ids(cfg: RolloutConfig) -> list[str]:
+    """The GPUs that the engines share out, as ``CUDA_VISIBLE_DEVICES`` spells them."""
     gpus = cfg.gpus.split(",") if cfg.gpus else [str(gpu) for gpu in range(cfg.engines * cfg.tensor_parallel)]
-    if visible != [""] and cfg.device == "cuda":
-        gpus = [visible[int(gpu)] for gpu in gpus]
-    for index in range(cfg.engines):
-        if cfg.device == "cuda":
-            mine = gpus[index * cfg.tensor_parallel : (index + 1) * cfg.tensor_parallel]
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        else:
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cfg.kv_cache_gib))
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(index % os.cpu_count())
-        log.info("starting engine %d of %d", index + 1, cfg.engines)
-        engines.append(AsyncLLM.from_engine_args(engine_args(cfg, moe, index)))
-    return engines
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [visible.split(",")[int(gpu)] for gpu in gpus] if visible else gpus
+
+
+def start_engine(cfg: RolloutConfig, moe: bool, index: int, gpus: list[str]) -> AsyncLLM:
+    """Start engine ``index``. What tells its process its device is the environment: never start two at a time."""
+    if cfg.device == "cuda":
+        mine = gpus[index * cfg.tensor_parallel : (index + 1) * cfg.tensor_parallel]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    else:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cfg.kv_cache_gib))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(index % os.cpu_count())
+    log.info("starting engine %d of %d", index + 1, cfg.engines)
+    return AsyncLLM.from_engine_args(engine_args(cfg, moe, index))
 
 
 class Router:
@@ -342,7 +359,16 @@ class Router:
         self.engines, self.cfg, self.eos_ids = engines, cfg, eos_ids
         self.num_experts, self.moe_layers = num_experts, list(moe_layers)
         self.version = 0
+        self.alive = set(range(len(engines)))
+        """Engines that run."""
+        self.members = set(self.alive)
+        """Of these, the ones that take part in the weight sync that is under way, or did in the last one."""
+        self.fit = set(self.alive)
+        """Engines that hold the weights of ``version``: no other may sample."""
+        self.lost = [asyncio.Event() for _ in engines]
+        self.starts = [1] * len(engines)
         self.admission = asyncio.Event()
+        """Set while no weight sync runs and an engine is fit."""
         self.admission.set()
         self.load = [0] * len(engines)
         """Tokens asked of each engine and not yet sampled."""
@@ -361,7 +387,8 @@ class Router:
             async with asyncio.timeout(self.cfg.call_timeout_s):
                 reason = "abort"
                 while reason == "abort":
-                    await self.admission.wait()
+                    while not self.admission.is_set():
+                        await self.admission.wait()
                     reason = await self.request(call)
                     if reason == "abort" and len(call.token_ids) >= call.max_tokens:
                         reason = "length"  # the abort met a call that had just had its last token
@@ -374,9 +401,9 @@ class Router:
     def pick(self, affinity: str, asked: int) -> int:
         """The engine for a call that asks for so many tokens: its session's own, which holds the prefix, unless that
         would have ``affinity_factor`` times the outstanding tokens of the idlest; the session then moves there."""
-        idlest = self.load.index(min(self.load))
+        idlest = min(sorted(self.fit), key=self.load.__getitem__)
         own = self.home.setdefault(affinity, idlest)
-        if self.load[own] + asked > self.cfg.affinity_factor * (self.load[idlest] + asked):
+        if own not in self.fit or self.load[own] + asked > self.cfg.affinity_factor * (self.load[idlest] + asked):
             own = self.home[affinity] = idlest
         return own
 
@@ -407,11 +434,15 @@ class Router:
         if call.images:
             prompt["multi_modal_data"] = {"image": [picture(uri) for uri in call.images]}
         self.prompts["reprefilled"] += len(prompt["prompt_token_ids"]) if call.engines else 0
+        self.prompts["sent"] += len(prompt["prompt_token_ids"])
         try:
-            params = self.params(call, remaining)
-            async for output in self.engines[index].generate(prompt, params, request_id):
-                final = output.outputs[0]
-        except (EngineDeadError, EngineGenerateError) as error:
+            stream = self.engines[index].generate(prompt, self.params(call, remaining), request_id)
+            output = await self.unless_lost(index, last_of(stream))
+            final = output.outputs[0]
+        except EngineDeadError:
+            self.lose(index)  # with what it had sampled of this request, which nobody has seen
+            return "abort"
+        except EngineGenerateError as error:
             raise EngineFailure(f"engine {index}: {type(error).__name__}: {error.__cause__ or error}") from None
         except VLLMClientError as error:
             # Images count in full only once the engine has expanded them.
@@ -484,13 +515,63 @@ class Router:
     async def pause(self) -> None:
         """Close admission and empty the engines; the calls keep what they have and wait."""
         self.admission.clear()
+        if self.running and not self.cfg.partial_rollouts:
+            await asyncio.wait(list(self.running))
+        self.members = set(self.alive)
         # A request that was on its way when the engine paused would be queued there and be sampled by the next
         # weights: abort again until nothing is left.
         while True:
-            await asyncio.gather(*(engine.pause_generation(mode="abort") for engine in self.engines))
+            await asyncio.gather(*map(self.empty, list(self.members)))
             if not self.running:
                 return
             await asyncio.wait(list(self.running), timeout=0.5)
+
+    async def empty(self, index: int) -> None:
+        """Abort what an engine does, and keep it from doing more."""
+        try:
+            await self.unless_lost(index, self.engines[index].pause_generation(mode="abort"))
+        except EngineDeadError:
+            self.lose(index)
+
+    async def unless_lost(self, index: int, doing: Coroutine) -> Any:
+        """What ``doing`` returns. Raises ``EngineDeadError`` when the engine is given up meanwhile: a killed or hung
+        engine leaves whoever waits for it waiting."""
+        task, lost = asyncio.create_task(doing), asyncio.create_task(self.lost[index].wait())
+        try:
+            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineDeadError
+            return task.result()
+        finally:
+            task.cancel()
+            lost.cancel()
+
+    def lose(self, index: int) -> None:
+        """Give an engine up: its calls go on elsewhere, and nothing is sent to it any more."""
+        for engines in (self.alive, self.members, self.fit):
+            engines.discard(index)
+        self.lost[index].set()
+        if not self.fit:
+            self.admission.clear()
+
+    def revive(self, index: int, engine: AsyncLLM) -> None:
+        """Take an engine in that was started again. Its weights are those of the model's folder: it is not fit."""
+        self.engines[index], self.lost[index] = engine, asyncio.Event()
+        self.starts[index] += 1
+        self.alive.add(index)
+
+    def commit(self, version: int) -> None:
+        """The engines that took part in the weight sync hold ``version`` now; calls go on."""
+        self.version, self.fit = version, set(self.members)
+        if self.fit:
+            self.admission.set()
+
+
+async def last_of(stream: AsyncIterator) -> Any:
+    """The last item of a stream."""
+    async for item in stream:  # noqa: B007
+        pass
+    return item
 
 
 class Parser:
@@ -614,7 +695,7 @@ class Player:
                 result = await self.agent().run(task, SessionContext(session, self.loopback.url(session), split))
                 status = self.status(session, result)
         except TimeoutError:
-            status = "engine_error" if session.failure else "agent_timeout"
+            status = "engine_error" if session.failure or not self.router.fit else "agent_timeout"
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             # An agent is any program: whatever it raises becomes the rollout's status. A cancellation is ours only
             # when this task was cancelled; agents leak those of their own tasks.
@@ -714,15 +795,16 @@ class Scheduler:
 
     @property
     def bound(self) -> int:
-        """``submitted`` never exceeds ``(max_lag + 1 + version) * groups_per_step``.
+        """``submitted`` never exceeds ``(floor((max_lag + version) / V) + 1) * G``: V versions and G groups a step.
 
         Proof that lag is then at most max_lag, numbering the groups that are not dropped (a drop only lowers later
-        numbers): the step at version v consumes groups v*G .. (v+1)*G - 1 in the order they were started, so group i is
-        consumed at version floor(i/G); it was started at a version u with i < (max_lag + 1 + u) * G, hence floor(i/G)
-        <= max_lag + u. Finished groups may overtake a slow one; the slow one's lag is then checked when it is consumed
-        (``collect``), and it is dropped as stale.
+        numbers): step s, at version s*V, consumes groups s*G .. (s+1)*G - 1 in the order they were started, so group i
+        is consumed at version floor(i/G)*V; it was started at a version u with floor(i/G) <= floor((max_lag + u) / V),
+        hence floor(i/G)*V <= max_lag + u. Finished groups may overtake a slow one; the slow one's lag is then checked
+        when it is consumed (``collect``), and it is dropped as stale.
         """
-        limit = (self.cfg.max_lag + 1 + self.router.version) * self.cfg.groups_per_step
+        steps = (self.cfg.max_lag + self.router.version) // self.cfg.versions_per_step + 1
+        limit = steps * self.cfg.groups_per_step
         return min(limit, self.cfg.steps * self.cfg.groups_per_step) if self.cfg.steps else limit
 
     def tasks(self) -> Iterator[agents.Task]:
@@ -804,7 +886,8 @@ class Scheduler:
         self.ledger.dropped[reason] += sum(rollout.sampled for rollout in group.rollouts)
         self.reasons[reason] += 1
         self.groups_dropped += 1
-        self.barren += reason != "stale"  # as many as the bound allows may be late; those that follow are not
+        # As many as the bound allows may be late, those that follow are not; and without an engine no agent can work.
+        self.barren += reason != "stale" and bool(self.router.fit)
         self.changed.set()
         if self.barren > (4 if reason == "none_trainable" else 32) * self.cfg.groups_per_step:
             statuses = dict(Counter(rollout.status for rollout in group.rollouts))
@@ -854,25 +937,30 @@ async def guard(request: web.Request, handler: Callable) -> web.StreamResponse:
 
 
 class Pulse:
-    """How late the event loop wakes a sleeper: what code that blocks it costs every rollout."""
+    """How late the event loop wakes a sleeper (what code that blocks it costs every rollout), and how often that one
+    finds no request at the engines."""
 
     def __init__(self):
         self.late_s: list[float] = []
+        self.idle: list[bool] = []
 
-    async def run(self) -> None:
+    async def run(self, router: Router) -> None:
         """Measure, for ever."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(PULSE_S)
             self.late_s.append(time.monotonic() - began - PULSE_S)
+            self.idle.append(not router.running)
             if self.late_s[-1] > STALL_S:
                 log.warning("the event loop stood still for %.1f s: an agent runs code that blocks it, which belongs "
                             "into asyncio.to_thread, or this machine has no core left", self.late_s[-1])  # fmt: skip
 
     def meters(self) -> dict[str, float]:
-        """Milliseconds since the last time."""
+        """Milliseconds, and a share of time, since the last time."""
         late_ms, self.late_s = 1e3 * np.array(self.late_s or [0.0]), []
-        return {"rollout/loop_late_ms_p99": float(np.quantile(late_ms, 0.99)),
+        idle, self.idle = self.idle or [False], []
+        return {"rollout/engines_idle": float(np.mean(idle)),
+                "rollout/loop_late_ms_p99": float(np.quantile(late_ms, 0.99)),
                 "rollout/loop_late_ms_max": float(late_ms.max())}  # fmt: skip
 
 
@@ -887,6 +975,9 @@ class Node:
         self.failure: str | None = None
         self.last_seen = time.monotonic()
         self.engines: list[AsyncLLM] = []
+        self.moe, self.gpus = False, gpu_ids(cfg)
+        self.starting = asyncio.Lock()
+        self.syncing, self.restarts = False, 0
         self.ready = False
         self.engine_seconds = 0.0
         self.pulse = Pulse()
@@ -895,10 +986,7 @@ class Node:
         self.background: list[asyncio.Task] = []
 
     def fail(self, cause: str) -> None:
-        """End the node with one line. A dead engine is the cause of whatever else was noticed first."""
-        dead = [index for index, engine in enumerate(self.engines) if engine.errored]
-        if dead:
-            cause = f"engine {dead[0]} died; its own last words are above in this log"
+        """End the node with one line: the first cause."""
         self.failure = self.failure or cause
         self.stop.set()
 
@@ -954,8 +1042,9 @@ class Node:
         cfg, began = self.cfg, time.monotonic()
         config = AutoConfig.from_pretrained(cfg.model)
         counts = moe_replay.expert_counts(config.get_text_config())
-        # In a thread, so that the control API answers and signals arrive meanwhile.
-        self.engines = await asyncio.to_thread(start_engines, cfg, counts is not None)
+        self.moe = counts is not None
+        for index in range(cfg.engines):
+            self.engines.append(await self.engine(index))
         tokenizer = AutoTokenizer.from_pretrained(cfg.model)
         eos_ids = end_ids(cfg.model, tokenizer)
         template = Template(tokenizer, eos_ids, images="vision_config" in config.to_dict())
@@ -969,7 +1058,8 @@ class Node:
         self.scheduler = Scheduler(cfg, self.player, self.router, self.ledger)
         self.engine_seconds = time.monotonic() - began
         self.last_seen = time.monotonic()
-        self.background = [asyncio.create_task(loop) for loop in (self.scheduler.run(), self.watch(), self.pulse.run())]
+        loops = self.scheduler.run(), self.watch(), self.pulse.run(self.router), *map(self.keep, range(cfg.engines))
+        self.background = [asyncio.create_task(loop) for loop in loops]
         for task in self.background:
             task.add_done_callback(self.background_ended)
         # What is there by now stays, and a request's JSON is no cycle: collections would only stop the loop.
@@ -989,12 +1079,46 @@ class Node:
         if not task.cancelled():
             self.fail(f"{task.get_coro().__qualname__}: {task.exception()!r}")
 
-    async def watch(self) -> None:
-        """Notice a dead engine or a silent trainer, once a second."""
+    async def engine(self, index: int) -> AsyncLLM:
+        """A new engine, started in a thread, so that the control API answers and signals arrive meanwhile."""
+        async with self.starting:
+            start = asyncio.create_task(asyncio.to_thread(start_engine, self.cfg, self.moe, index, self.gpus))
+            try:
+                return await asyncio.shield(start)
+            except asyncio.CancelledError:
+                (await start).shutdown()
+                raise
+
+    async def keep(self, index: int) -> None:
+        """Put another engine in the place of one that died or hangs, for ever."""
         while True:
             await asyncio.sleep(1.0)
-            if any(engine.errored for engine in self.engines):
-                raise EngineFailure("an engine died")
+            fault = await self.fault(self.engines[index])
+            if not fault:
+                continue
+            self.router.lose(index)
+            if self.restarts == self.cfg.engine_restarts:
+                raise EngineFailure(f"engine {index} {fault}, after {self.restarts} restarts (engine_restarts); its "
+                                    "own last words are above in this log")  # fmt: skip
+            self.restarts += 1
+            log.error("engine %d %s: it is started again, and joins at the next weight sync", index, fault)
+            await asyncio.to_thread(self.engines[index].shutdown, 1.0)
+            self.router.revive(index, await self.engine(index))
+
+    async def fault(self, engine: AsyncLLM) -> str | None:
+        """What is wrong with an engine. A weight sync may keep it busy for long, and has deadlines of its own."""
+        began, alive = time.monotonic(), asyncio.create_task(engine.is_paused())
+        while not engine.errored and not (await asyncio.wait({alive}, timeout=0.5))[0]:
+            if time.monotonic() - began > self.cfg.engine_timeout_s and not self.syncing:
+                alive.cancel()
+                return f"gave no sign of life for {self.cfg.engine_timeout_s:g} s"
+        alive.cancel()
+        return "died" if engine.errored else None
+
+    async def watch(self) -> None:
+        """Notice a broken invariant or a silent trainer, once a second."""
+        while True:
+            await asyncio.sleep(1.0)
             if self.router.violation:
                 raise RuntimeError(self.router.violation)
             silent = time.monotonic() - self.last_seen
@@ -1009,6 +1133,7 @@ class Node:
         await self.cancel_rollouts()
         if self.background:
             await self.loopback.stop()
+        await asyncio.gather(*self.background, return_exceptions=True)
         for engine in self.engines:
             engine.shutdown()
 
@@ -1039,9 +1164,9 @@ class Node:
                 "ready": self.ready,
                 "version": self.router.version if self.ready else 0,
                 "sampled": self.router.sampled if self.ready else 0,
-                "workers": self.cfg.engines * self.cfg.tensor_parallel,
                 "engine_seconds": self.engine_seconds,
                 "max_lag": self.cfg.max_lag,
+                "versions_per_step": self.cfg.versions_per_step,
                 "seed": self.cfg.seed,
                 "filter_groups": self.cfg.filter_groups,
             }
@@ -1055,6 +1180,8 @@ class Node:
         self.handed.clear()
         end = time.monotonic() + LONG_POLL_S
         while (batch := self.scheduler.collect()) is None:
+            if self.router.alive and not self.router.fit:
+                return web.json_response({"sync": True})  # nothing is sampled until engines that are back have weights
             if time.monotonic() > end or self.stop.is_set():
                 return web.Response(status=204)
             await asyncio.sleep(0.01)
@@ -1085,6 +1212,8 @@ class Node:
             "rollout/seconds": sum(rollout.seconds for rollout in good) / len(good),
             "rollout/reprefilled_tokens": prompts["reprefilled"],
             "rollout/cached_tokens": prompts["cached"],
+            "rollout/cached_share": prompts["cached"] / max(1, prompts["sent"]),
+            "rollout/engine_restarts": self.restarts,
             **self.pulse.meters(),
         }
 
@@ -1139,16 +1268,26 @@ class Node:
     # -- weight sync, in the order the trainer calls it
 
     async def on_engines(self, act: Callable) -> None:
-        """Do one thing on every engine, within the deadline of a sync phase."""
-        async with asyncio.timeout(self.cfg.sync_timeout_s):
-            await asyncio.gather(*(act(index, engine) for index, engine in enumerate(self.engines)))
+        """Do one thing on every engine of this sync. One that fails, or is late, ends the node: there is no telling
+        which weights the engines hold, and their trainer may wait in a broadcast that will never end."""
+        members = sorted(self.router.members)
+        try:
+            async with asyncio.timeout(self.cfg.sync_timeout_s):
+                doing = (self.router.unless_lost(i, act(place, self.engines[i])) for place, i in enumerate(members))
+                await asyncio.gather(*doing)
+            if self.router.members != set(members) or not members:
+                raise EngineFailure("an engine died")
+        except Exception as error:
+            self.fail(f"weight sync to version {self.router.version + 1}, engines {members}: "
+                      f"{type(error).__name__}: {error}")  # fmt: skip
+            raise
 
     async def connect(self, request: web.Request) -> web.Response:
-        """Join the transfer group. Each engine's workers take the next ranks after ``rank_offset``."""
+        """Join a new transfer group. Each engine's workers take the next ranks after ``rank_offset``."""
         info = await request.json()
 
-        async def join(index: int, engine: AsyncLLM) -> None:
-            offset = info["rank_offset"] + index * self.cfg.tensor_parallel
+        async def join(place: int, engine: AsyncLLM) -> None:
+            offset = info["rank_offset"] + place * self.cfg.tensor_parallel
             mine = WeightTransferInitRequest(init_info=info | {"rank_offset": offset})
             await engine.init_weight_transfer_engine(mine)
 
@@ -1156,10 +1295,15 @@ class Node:
         return web.json_response({})
 
     async def begin(self, request: web.Request) -> web.Response:
-        """Close admission; keep partial outputs."""
+        """Close admission, keep partial outputs, and tell which engines take part and how many workers they have."""
         async with asyncio.timeout(self.cfg.sync_timeout_s):
             await self.router.pause()
-        return web.json_response({})
+        while not self.router.members:  # until one that is being started is there; the trainer's request has a deadline
+            await asyncio.sleep(0.1)
+            await self.router.pause()
+        self.syncing, members = True, sorted(self.router.members)
+        engines = [f"{index}, start {self.router.starts[index]}" for index in members]
+        return web.json_response({"engines": engines, "workers": len(members) * self.cfg.tensor_parallel})
 
     async def start_update(self, request: web.Request) -> web.Response:
         """The engines make ready to load."""
@@ -1175,10 +1319,10 @@ class Node:
     async def finish_update(self, request: web.Request) -> web.Response:
         """The engines put the weights to use. No old key or value may serve them: a failed cache reset raises."""
 
-        async def put_to_use(index: int, engine: AsyncLLM) -> None:
+        async def put_to_use(place: int, engine: AsyncLLM) -> None:
             await engine.finish_weight_update()
             if not await engine.reset_prefix_cache():
-                raise RuntimeError(f"engine {index} did not reset its prefix cache")
+                raise RuntimeError("an engine did not reset its prefix cache")
 
         await self.on_engines(put_to_use)
         return web.json_response({})
@@ -1188,7 +1332,8 @@ class Node:
         asked = await request.json()
         calls: list[Call] = []
 
-        async def sample(index: int, engine: AsyncLLM) -> None:
+        async def sample(place: int, engine: AsyncLLM) -> None:
+            index = self.engines.index(engine)
             await engine.resume_generation()
             mine = [Call(-1, "probe", prompt, asked["max_tokens"], 1.0, 1.0, "") for prompt in asked["prompts"]]
             calls.extend(mine)
@@ -1205,8 +1350,8 @@ class Node:
         if version - self.router.version not in (0, 1):
             raise ValueError(f"cannot commit version {version} after {self.router.version}")
         await self.on_engines(lambda _, engine: engine.resume_generation())
-        self.router.version = version
-        self.router.admission.set()
+        self.syncing = False
+        self.router.commit(version)
         self.scheduler.changed.set()
         return web.json_response({})
 

@@ -7,7 +7,8 @@
 #   NODE_RANK=0 MASTER_ADDR=a ROLLOUT_ADDR=b INSTAR_SECRET=... bash run_2x8.sh      by hand, on node a;
 #   the same with NODE_RANK=1 on node b. On one node with GPUs they are split between trainer and engines.
 #
-# Variables: RECIPE RUN SEED STEPS MODEL AGENT ENGINES TRAINER_GPUS PORT PYTHON DRY_RUN=1 (print, start nothing).
+# Variables: RECIPE RUN SEED STEPS MODEL AGENT ENGINES TRAINER_GPUS PORT PYTHON DRY_RUN=1 (print, start nothing);
+# on a CPU also TRAINER_RANKS.
 set -Eeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 [ -n "${SLURM_SUBMIT_DIR:-}" ] && cd "$SLURM_SUBMIT_DIR"
@@ -29,8 +30,9 @@ NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} ROLLOUT_ADDR=${R
 [ "$NODES" -eq 1 ] || [ "$ROLLOUT_ADDR" != 127.0.0.1 ] || fail "two nodes need MASTER_ADDR and ROLLOUT_ADDR"
 
 if [ "$DEVICE" = cpu ]; then
-  echo "no GPU found: rehearsing on CPU cores (2 trainer ranks, ${ENGINES:-1} engine(s)); the processes are those of 2x8 GPUs"
-  RECIPE=${RECIPE:-toy} TRAINER_RANKS=2 ENGINES=${ENGINES:-1} ENGINE_GPUS=
+  TRAINER_RANKS=${TRAINER_RANKS:-2}
+  echo "no GPU found: rehearsing on CPU cores ($TRAINER_RANKS trainer ranks, ${ENGINES:-1} engine(s)); the processes are those of 2x8 GPUs"
+  RECIPE=${RECIPE:-toy} ENGINES=${ENGINES:-1} ENGINE_GPUS=
   # Threads that spin while they wait take the cores that the other processes need.
   export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
 elif [ "$NODES" -eq 1 ]; then

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -90,7 +91,8 @@ def start_rollout(model: Path, log: Path, port: int, program: str = "rollout.py"
     command = [sys.executable, program, "--model", str(model)]
     for name, value in settings.items():
         command += [f"--{name}", str(value)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+                        "INSTAR_NODE": str(port)}  # fmt: skip
     with log.open("w") as out:
         return subprocess.Popen(
             command,
@@ -115,8 +117,8 @@ def connect(ranks, moe: bool, folder: Path, program: str = "rollout.py") -> Node
         nodes = rl.Nodes(cfg)
         policy = rl.shard(rl.Policy(cfg), cfg, ranks)
         replay = rl.make_replay(policy, cfg)
-        states = nodes.wait_ready()
-        syncer = rl.Syncer(cfg, ranks, nodes, policy, replay, [state["workers"] for state in states])
+        nodes.wait_ready()
+        syncer = rl.Syncer(cfg, ranks, nodes, policy, replay)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         print(log.read_text()[-3000:])
@@ -150,3 +152,76 @@ def node(request, world, tmp_path_factory):
     print(f"{request.param} engine ready after {time.monotonic() - began:.0f} s")
     yield node
     node.stop()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_model(folder / name, name == "moe") for name in ("dense", "moe")}
+
+
+def processes_of(run: str) -> list[str]:
+    """Live processes that name the run's folder or were started for it (the engines' workers name nothing)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            text = path.read_text(errors="replace")
+            command = (path.parent / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if f"RUN={run}\0" in text and "pytest" not in command and command:
+            found.append(command)
+    return found
+
+
+class Run:
+    """``bash run_2x8.sh`` with three steps of an untrained model."""
+
+    def __init__(self, name: str, model: Path, **env: str):
+        self.name, self.folder = name, ROOT / "runs" / name
+        variables = os.environ | {"RUN": name, "MODEL": str(model), "STEPS": "3"} | env
+        self.process = subprocess.Popen(
+            ["bash", "run_2x8.sh"],
+            cwd=ROOT,
+            env=variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A shell that was started in the background ignores Ctrl-C, and so would everything under it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def end(self, seconds: float) -> str:
+        """What it printed, once it ended by itself."""
+        return self.process.communicate(timeout=seconds)[0]
+
+    def wait_for_step(self) -> None:
+        log = self.folder / "rl.log"
+        wait_for(lambda: log.is_file() and "step    1" in log.read_text(), 150)
+
+
+@pytest.fixture
+def launch(request):
+    """Starts runs; afterwards their folders are removed, and no process of theirs may be left."""
+    runs = []
+
+    def start(model: Path, **env: str) -> Run:
+        runs.append(Run(f"test-{os.getpid()}-{len(runs)}-{request.node.name.split('[')[0]}", model, **env))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.communicate(timeout=60)
+        left = processes_of(run.name)
+        shutil.rmtree(run.folder, ignore_errors=True)
+        assert not left, left
+
+
+def wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.2)

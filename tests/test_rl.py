@@ -233,7 +233,7 @@ class ScriptedNodes:
     current: ScriptedNodes
 
     def __init__(self, cfg):
-        self.cfg, self.version, self.sampled = cfg, 0, 0
+        self.cfg, self.version, self.total = cfg, 0, 0
         self.urls = ["http://a", "http://b"]
         self.known = {row.row_id: row for row in unpack_rows(self.rows_file.read_bytes())}
         ScriptedNodes.current = self
@@ -246,12 +246,15 @@ class ScriptedNodes:
         self.cfg.denominator, self.cfg.surrogate = step.denominator, step.surrogate
 
     def wait_ready(self) -> list[dict]:
-        state = {"ready": True, "max_lag": self.cfg.max_lag, "version": 0, "workers": 1, "engine_seconds": 0.0}
-        return [state | {"seed": seed, "filter_groups": False} for seed in (0, 1)]
+        state = {"ready": True, "max_lag": self.cfg.max_lag, "version": 0, "engine_seconds": 0.0}
+        return [state | {"seed": seed, "filter_groups": False, "versions_per_step": 1} for seed in (0, 1)]
 
-    def health(self, url: str) -> dict:
-        """What the engines count themselves: here all of it is the first node's."""
-        return {"sampled": self.sampled if url == self.urls[0] else 0}
+    def sampled(self) -> int:
+        """What the engines count themselves."""
+        return self.total
+
+    def settle(self, ledger: dict) -> None:
+        """No node is ever gone."""
 
     def row_ids(self, rollout: int) -> list[str]:
         ids = [f"r{rollout}.{i}" for i in range(len(PLANS[rollout].lengths))]
@@ -277,7 +280,7 @@ class ScriptedNodes:
                 if PLANS[n].node == node:
                     groups.setdefault(PLANS[n].group, []).append(rollout)
             sampled = sum(r["sampled"] for group in groups.values() for rollout in group for r in rollout["rows"])
-            self.sampled += sampled + 7
+            self.total += sampled + 7
             ledger = {"sampled": sampled + 7, "pending_before": 2, "pending_after": 5, "dropped": {"agent_error": 4}}
             listed = [{"group_id": name, "rollouts": rollouts} for name, rollouts in groups.items()]
             parts.append(
@@ -1059,7 +1062,7 @@ def test_a_run_that_did_not_finish_cannot_be_trained_again(tmp_path):
     for lines, ok in (([batch, batch, end], True), ([batch, batch], False), ([batch, end], False)):
         (tmp_path / "schedule.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         with nullcontext() if ok else pytest.raises(ValueError, match="did not finish its 2 steps"):
-            assert rl.Recorded(cfg).health(cfg.rollout_urls) == {"sampled": 3}
+            assert rl.Recorded(cfg).sampled() == 3
 
 
 def test_meters_of_two_nodes_are_summed_when_they_count_and_averaged_when_they_are_means():
@@ -1208,12 +1211,13 @@ def test_flags_are_the_fields_and_an_unknown_one_is_an_error():
     assert all(field.metadata["help"] for field in fields(rl.TrainConfig))
 
 
-@pytest.mark.parametrize("state", [{"max_lag": 2, "version": 0}, {"max_lag": 1, "version": 3}])
+@pytest.mark.parametrize("state", [{"max_lag": 2}, {"version": 3}, {"versions_per_step": 2}])
 def test_a_node_under_another_bound_or_version_is_refused(good, state):
-    agreed = {"max_lag": 1, "version": 0, "seed": 0, "filter_groups": False}
+    agreed = {"max_lag": 1, "versions_per_step": 1, "version": 0, "seed": 0, "filter_groups": False}
     rl.check_nodes([agreed, agreed | {"seed": 1}], good)
-    with pytest.raises(ValueError, match=rf"max_lag {state['max_lag']} and version {state['version']}.*same recipe"):
-        rl.check_nodes([agreed, state | {"seed": 1}], good)
+    with pytest.raises(ValueError, match=r"has max_lag, versions_per_step and version \[.*same recipe"):
+        rl.check_nodes([agreed, agreed | state | {"seed": 1}], good)
+    rl.check_nodes([agreed | {"versions_per_step": 2}], replace(good, minibatches=2, sync_minibatches=True))
     with pytest.raises(ValueError, match=r"seeds \[0, 0\].*own --seed"):
         rl.check_nodes([agreed, agreed], good)
     rl.check_nodes([agreed | {"filter_groups": True}], good)

@@ -65,7 +65,7 @@ def test_the_bound_holds_and_no_consumed_token_lags_more(max_lag, seed):
     """submitted <= (max_lag + 1 + version) * groups_per_step at every moment; lag at consumption <= max_lag."""
 
     async def scenario():
-        router = SimpleNamespace(version=0)
+        router = SimpleNamespace(version=0, fit={0})
         scheduler = Scheduler(config(max_lag=max_lag), InstantPlayer(router, random.Random(seed)), router, Ledger())
         loop = asyncio.create_task(scheduler.run())
         for _ in range(12):
@@ -87,7 +87,7 @@ def test_the_bound_holds_and_no_consumed_token_lags_more(max_lag, seed):
 
 
 def scheduler_with(groups: list[Group], version: int, max_lag: int) -> Scheduler:
-    router = SimpleNamespace(version=version)
+    router = SimpleNamespace(version=version, fit={0})
     scheduler = Scheduler(
         config(max_lag=max_lag), SimpleNamespace(ended={}, live=set(), statuses=Counter()), router, Ledger()
     )
@@ -231,7 +231,7 @@ def test_a_fault_of_ours_in_a_group_ends_the_scheduler():
 
 def test_a_run_of_so_many_steps_starts_no_group_beyond_them():
     assert scheduler_with([], version=0, max_lag=9).bound == 30
-    router = SimpleNamespace(version=0)
+    router = SimpleNamespace(version=0, fit={0})
     assert Scheduler(config(max_lag=9, steps=2), None, router, Ledger()).bound == 6
 
 
@@ -445,7 +445,7 @@ def test_statuses(name):
     async def scenario():
         player = Player.__new__(Player)
         player.cfg, player.loopback, player.ledger = config(rollout_timeout_s=0.2), FakeLoopback(generate), Ledger()
-        player.router = SimpleNamespace(settle=lambda calls: asyncio.sleep(0), home={})
+        player.router = SimpleNamespace(settle=lambda calls: asyncio.sleep(0), home={}, fit={0})
         player.agent, player.live, player.ended = AgentRunner, set(), {}
         player.statuses, player.errors_logged = Counter(), 0
         return player, await player.play(agents.Task("t", {}), "0-0", 0, TRAIN, "train")
@@ -626,8 +626,10 @@ def test_a_call_that_an_abort_interrupts_does_not_count_as_its_own_burden():
 def test_code_that_blocks_the_event_loop_is_measured_and_told(monkeypatch, caplog):
     async def scenario() -> tuple[dict, dict]:
         pulse = rollout.Pulse()
-        running = asyncio.create_task(pulse.run())
+        router = SimpleNamespace(running={})
+        running = asyncio.create_task(pulse.run(router))
         await asyncio.sleep(0.2)
+        router.running = {"a request": 1}
         time.sleep(0.7)
         await asyncio.sleep(0.1)
         running.cancel()
@@ -636,6 +638,7 @@ def test_code_that_blocks_the_event_loop_is_measured_and_told(monkeypatch, caplo
     monkeypatch.setattr(rollout, "STALL_S", 0.6)
     found, again = asyncio.run(scenario())
     assert found["rollout/loop_late_ms_max"] > 600 and "event loop stood still for" in caplog.text
+    assert 0 < found["rollout/engines_idle"] < 1
     assert set(again.values()) == {0.0}
 
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, free_port, make_model, start_rollout
+from conftest import ROOT, Run, free_port, processes_of, start_rollout, wait_for
 from safetensors.torch import load_file
 
 import gate
@@ -27,72 +25,6 @@ import rl
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder / name, name == "moe") for name in ("dense", "moe")}
-
-
-def processes_of(run: str) -> list[str]:
-    """Live processes that name the run's folder or were started for it (the engines' workers name nothing)."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            text = path.read_text(errors="replace")
-            command = (path.parent / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if f"RUN={run}\0" in text and "pytest" not in command and command:
-            found.append(command)
-    return found
-
-
-class Run:
-    """``bash run_2x8.sh`` with three steps of an untrained model."""
-
-    def __init__(self, name: str, model: Path, **env: str):
-        self.name, self.folder = name, ROOT / "runs" / name
-        variables = os.environ | {"RUN": name, "MODEL": str(model), "STEPS": "3"} | env
-        self.process = subprocess.Popen(
-            ["bash", "run_2x8.sh"],
-            cwd=ROOT,
-            env=variables,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # A shell that was started in the background ignores Ctrl-C, and so would everything under it.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-
-    def end(self, seconds: float) -> str:
-        """What it printed, once it ended by itself."""
-        return self.process.communicate(timeout=seconds)[0]
-
-    def wait_for_step(self) -> None:
-        log = self.folder / "rl.log"
-        wait_for(lambda: log.is_file() and "step    1" in log.read_text(), 150)
-
-
-@pytest.fixture
-def launch(request):
-    """Starts runs; afterwards their folders are removed, and no process of theirs may be left."""
-    runs = []
-
-    def start(model: Path, **env: str) -> Run:
-        runs.append(Run(f"test-{os.getpid()}-{len(runs)}-{request.node.name.split('[')[0]}", model, **env))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.terminate()
-            run.process.communicate(timeout=60)
-        left = processes_of(run.name)
-        shutil.rmtree(run.folder, ignore_errors=True)
-        assert not left, left
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -223,16 +155,6 @@ def test_ctrl_c_stops_everything(models, launch):
     assert "interrupted" in out
 
 
-def test_the_engines_death_ends_the_run_with_its_cause(models, launch):
-    run = launch(models["dense"], STEPS="500")
-    run.wait_for_step()
-    kill("VLLM::EngineCore", run)
-    out = run.end(60)
-    assert run.process.returncode != 0
-    assert "rollout.py: error: " in out
-    assert "engine 0 died" in out
-
-
 @pytest.mark.parametrize("victim", ["rl.py --model", "torch.distributed.run"])
 def test_the_trainers_death_ends_the_run(victim, models, launch):
     """One rank is killed, then torchrun itself, whose ranks sit in sessions of their own."""
@@ -249,13 +171,6 @@ def kill(pattern: str, run: Run) -> None:
     pids = subprocess.run(["pgrep", "-f", pattern], text=True, capture_output=True).stdout.split()
     mine = [pid for pid in pids if f"RUN={run.name}\0" in Path(f"/proc/{pid}/environ").read_text(errors="replace")]
     os.kill(int(mine[-1]), signal.SIGKILL)
-
-
-def wait_for(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "never happened"
-        time.sleep(0.2)
 
 
 def run_program(*command: str) -> subprocess.CompletedProcess:
