@@ -23,7 +23,6 @@ of a batch, C calls of a rollout, D hidden size, V vocabulary, L mixture-of-expe
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import logging
@@ -31,7 +30,6 @@ import math
 import os
 import random
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -56,6 +54,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import gate
 import moe_replay
+from agents import end_with_parent
 from loopback import TRAINABLE, Row, unpack_rows
 
 log = logging.getLogger("rl")
@@ -1063,7 +1062,10 @@ class Syncer:
                 log.info("weight transfer to %s", members)
                 self.sender = self.connect([state["workers"] for state in states])
                 self.members = members
-            self.sender.send_weights()
+            try:
+                self.sender.send_weights()
+            except RuntimeError as error:
+                raise RuntimeError(f"weight sync to version {version} failed, see the rollout nodes' logs: {error}") from error
         else:
             for _ in self.weights:
                 pass
@@ -1435,17 +1437,11 @@ def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Sy
     dist.destroy_process_group()
 
 
-def end_with_parent() -> None:
-    """Die when torchrun dies: it starts ranks in sessions of their own, which no group signal reaches."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-
-
 def main() -> None:
     """Entry point: any failure ends in one line that names the cause."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    end_with_parent()
+    end_with_parent()  # torchrun starts ranks in sessions of their own, which no group signal reaches
     try:
         (cfg,) = HfArgumentParser(TrainConfig, allow_abbrev=False).parse_args_into_dataclasses()
         if cfg.retrain:

@@ -300,7 +300,9 @@ class WorkerExtension:
 
 
 # A spawned process imports this file twice: as __mp_main__, and by name for WorkerExtension. Names register once.
-if __name__ != "__mp_main__":
+if __name__ == "__mp_main__":
+    agents.end_with_parent()
+else:
     WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
     WeightTransferTrainerFactory.register_engine("gloo", GlooTrainer)
 
@@ -1435,7 +1437,7 @@ def main() -> None:
         if not isinstance(error, ValueError | RuntimeError | OSError):
             log.error("not a failure that was foreseen", exc_info=error)
         print(f"rollout.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        os._exit(1)  # what libraries have to say at an interpreter's end would stand after the cause
 
 
 if __name__ == "__main__":

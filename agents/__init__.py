@@ -11,8 +11,10 @@ Neither ever sees a token. Both speak through one session of ``loopback.py``.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import inspect
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -139,6 +141,12 @@ class Env(AgentRunner):
         finally:
             await self.close()
         return total
+
+
+def end_with_parent() -> None:
+    """Die when the parent dies, be it by a signal that leaves it no time to stop what it started."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def load(path: str) -> type[AgentRunner]:

@@ -18,7 +18,8 @@ def test_a_larger_toy_teaches_the_small_one():
 
 
 def test_every_part_of_the_loss_at_once():
-    """PPO over mini-batches with a value head, a KL that is steered, entropy and length."""
+    """PPO over mini-batches with a value head, a KL that is steered, entropy and length; two weight syncs a step, so
+    that a step's samples are of the versions before it by two, and by one or three where a sync came amid them."""
     metrics, ledger, summary = launched("losses", RECIPE="../tests/losses_recipe", STEPS="4")
     for line in metrics:
         assert line["gate/masked"] > 0.1 and line["gate/gated"] == 0
@@ -29,6 +30,7 @@ def test_every_part_of_the_loss_at_once():
     assert metrics[0]["kl/coef"] > metrics[-1]["kl/coef"], "a KL below its target lowers the coefficient"
     assert sum(line["clip_share"] for line in metrics) > 0, "the second mini-batch meets moved weights"
     assert summary["ledger_balanced"] is True and all(line["trained"] > 0 for line in ledger[:-1])
+    assert metrics[0]["gate/lag_mean"] == 0 < metrics[-1]["gate/lag_mean"] <= 3, [m["gate/lag_mean"] for m in metrics]
 
 
 def test_groups_without_signal_are_replaced():
