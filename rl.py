@@ -1065,7 +1065,7 @@ class Syncer:
             try:
                 self.sender.send_weights()
             except RuntimeError as error:
-                raise RuntimeError(f"weight sync to version {version} failed, see the rollout nodes' logs: {error}") from error
+                raise RuntimeError(f"weight sync to version {version}, see the nodes' logs: {error}") from error
         else:
             for _ in self.weights:
                 pass

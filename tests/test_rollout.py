@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -470,6 +471,7 @@ class FakeEngine:
 
     ticks: int = 6
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    aborts: int = 0
     paused: bool = False
     late: int = 0
     """Requests that reach the engine only after a pause, as they may over a socket."""
@@ -478,13 +480,13 @@ class FakeEngine:
     async def generate(self, prompt, params, request_id):
         for _ in range(self.late):
             await asyncio.sleep(0.01)
-        self.late = 0
+        self.late, aborts = 0, self.aborts
         ids: list[int] = []
-        while len(ids) < min(self.ticks, params.max_tokens) and not self.aborted.is_set():
+        while len(ids) < min(self.ticks, params.max_tokens) and self.aborts == aborts:
             await asyncio.sleep(0.002)
             if not self.paused:
                 ids.append(len(prompt["prompt_token_ids"]) + len(ids))
-        reason = "abort" if self.aborted.is_set() else "length"
+        reason = "abort" if self.aborts > aborts else "length"
         logprobs = [{token: SimpleNamespace(logprob=self.logprob)} for token in ids]
         output = SimpleNamespace(token_ids=ids, logprobs=logprobs, routed_experts=None, finish_reason=reason)
         yield SimpleNamespace(outputs=[output], num_cached_tokens=None)
@@ -492,11 +494,11 @@ class FakeEngine:
     async def pause_generation(self, mode):
         assert mode == "abort"
         self.paused = True
-        self.aborted.set()
+        self.aborts += 1
         await asyncio.sleep(0.001)
-        self.aborted.clear()
 
     async def abort(self, request_id):
+        self.aborts += 1
         self.aborted.set()
 
 
@@ -507,9 +509,8 @@ def a_call(**changes) -> Call:
 
 
 def commit(router: Router, engine: FakeEngine) -> None:
-    router.version += 1
     engine.paused = False
-    router.admission.set()
+    router.commit(router.version + 1)
 
 
 @pytest.mark.parametrize("late", [0, 3])
@@ -539,6 +540,216 @@ def test_a_call_goes_on_through_syncs_and_every_token_has_its_version(late):
     assert len(call.logprobs) == len(call.versions) == router.sampled == 12
     assert call.finish_reason == "length"
     assert router.load == [0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_call_that_is_paused_at_random_tokens_thirty_times_keeps_each_tokens_version(seed):
+    """Ids are numbered by the engine, so a lost or doubled token shows; what was sampled before a pause has a version
+    below what comes after it."""
+
+    async def scenario():
+        engine, rng = FakeEngine(ticks=1000), random.Random(seed)
+        router, call, marks = Router([engine], config(), [9], 0), a_call(max_tokens=200), []
+        running = asyncio.create_task(router.generate(call))
+        for _ in range(30):
+            await asyncio.sleep(rng.choice([0, 0.001, 0.004, 0.009]))
+            await router.pause()
+            marks.append(len(call.token_ids))
+            commit(router, engine)
+        await running
+        return call, marks
+
+    call, marks = asyncio.run(scenario())
+    assert call.token_ids == list(range(1, 201))
+    assert call.versions == [sum(at >= mark for mark in marks) for at in range(200)]
+    assert len(set(marks)) > 5
+
+
+def test_partial_rollouts_may_be_left_out():
+    """The sync then waits for the call, which has one version; a call that begins meanwhile waits for the sync."""
+
+    async def scenario():
+        engine = FakeEngine(ticks=20)
+        router = Router([engine], config(partial_rollouts=False), [9], 0)
+        first, second = a_call(max_tokens=20), a_call(max_tokens=20)
+        running = [asyncio.create_task(router.generate(first))]
+        await asyncio.sleep(0.006)
+        pausing = asyncio.create_task(router.pause())
+        await asyncio.sleep(0.006)
+        running.append(asyncio.create_task(router.generate(second)))
+        await pausing
+        assert running[0].done() and not second.token_ids
+        commit(router, engine)
+        await asyncio.gather(*running)
+        return first, second
+
+    first, second = asyncio.run(scenario())
+    assert (set(first.versions), set(second.versions)) == ({0}, {1})
+
+
+def test_a_lost_engines_call_goes_on_elsewhere_with_what_it_had():
+    """The first engine is paused after some tokens, then given up in the middle of more; nobody saw those."""
+
+    async def scenario():
+        engines = [FakeEngine(ticks=1000), FakeEngine(ticks=1000)]
+        router, call = Router(engines, config(), [9], 0), a_call(max_tokens=30)
+        running = asyncio.create_task(router.generate(call))
+        await asyncio.sleep(0.02)
+        await router.pause()
+        before = len(call.token_ids)
+        for engine in engines:
+            engine.paused = False
+        router.commit(1)
+        await asyncio.sleep(0.01)
+        router.lose(0)
+        await running
+        return router, call, before
+
+    router, call, before = asyncio.run(scenario())
+    assert 0 < before < 30 and call.token_ids == list(range(1, 31))
+    assert call.versions == [0] * before + [1] * (30 - before)
+    assert call.engines == [0, 1] and router.load == [0, 0] and router.sampled == 30
+
+
+def test_without_a_fit_engine_calls_wait_and_one_that_is_back_samples_only_after_a_sync():
+    async def scenario():
+        router, call = Router([FakeEngine()], config(), [9], 0), a_call()
+        router.lose(0)
+        running = asyncio.create_task(router.generate(call))
+        await asyncio.sleep(0.02)
+        assert not call.token_ids and not router.admission.is_set()
+        router.revive(0, FakeEngine())
+        await asyncio.sleep(0.02)
+        assert not call.token_ids and router.fit == set(), "its weights are those of the model's folder"
+        await router.pause()
+        router.engines[0].paused = False
+        router.commit(3)
+        await running
+        return call
+
+    assert asyncio.run(scenario()).versions == [3] * 6
+
+
+class SyncEngine(FakeEngine):
+    """Each phase of a weight sync works, fails, or never ends; ``errored`` as AsyncLLM has it."""
+
+    phase, way, errored = "", "", False
+
+    def __getattr__(self, name):
+        if name not in PHASES.values():
+            raise AttributeError(name)
+        return lambda *given: self.do(name)
+
+    async def do(self, name):
+        if name == self.phase and self.way == "fails":
+            raise RuntimeError("the link is down")
+        if name == self.phase:
+            await asyncio.Event().wait()
+        return True
+
+
+PHASES = {"connect": "init_weight_transfer_engine", "start_update": "start_weight_update", "update": "update_weights",
+          "finish_update": "finish_weight_update", "commit": "resume_generation"}  # fmt: skip
+ASKED = {"connect": {"rank_offset": 1}, "commit": {"version": 1}}
+
+
+def synced_node(monkeypatch, engines: list) -> rollout.Node:
+    monkeypatch.setenv("INSTAR_SECRET", "s")
+    node = rollout.Node(config(sync_timeout_s=0.3, engine_timeout_s=0.2, engines=len(engines)))
+    node.engines, node.ledger = engines, Ledger()
+    node.router = Router(engines, node.cfg, [9], 0)
+    node.scheduler = SimpleNamespace(changed=asyncio.Event())
+    return node
+
+
+async def ask(node, phase: str) -> dict:
+    async def body():
+        return ASKED.get(phase, {})
+
+    return json.loads((await getattr(node, phase)(SimpleNamespace(json=body))).text)
+
+
+@pytest.mark.parametrize("way", ["fails", "never ends", "is lost"])
+@pytest.mark.parametrize("broken", PHASES)
+def test_a_weight_sync_that_is_interrupted_ends_the_node_in_time_and_commits_nothing(broken, way, monkeypatch):
+    """One of two engines, in each phase. What the engines hold by then nobody knows."""
+    monkeypatch.setattr(rollout, "WeightTransferInitRequest", SimpleNamespace)
+    monkeypatch.setattr(rollout, "WeightTransferUpdateRequest", SimpleNamespace)
+
+    async def scenario():
+        engines = [SyncEngine(), SyncEngine()]
+        engines[1].phase, engines[1].way = PHASES[broken], way
+        engines[0].reset_prefix_cache = engines[1].reset_prefix_cache = lambda: asyncio.sleep(0, True)
+        node = synced_node(monkeypatch, engines)
+        assert await ask(node, "begin") == {"engines": ["0, start 1", "1, start 1"], "workers": 2}
+        if way == "is lost":
+            asyncio.get_running_loop().call_later(0.05, node.router.lose, 1)
+        for phase in list(PHASES)[: list(PHASES).index(broken)]:
+            await ask(node, phase)
+        began = time.monotonic()
+        with pytest.raises((RuntimeError, TimeoutError, rollout.EngineDeadError)):
+            await ask(node, broken)
+        return node, time.monotonic() - began
+
+    node, seconds = asyncio.run(scenario())
+    assert node.stop.is_set() and node.failure.startswith("weight sync to version 1, engines [0, 1]: ")
+    assert {"fails": "the link is down", "never ends": "TimeoutError", "is lost": "EngineDead"}[way] in node.failure
+    assert (node.router.version, node.router.admission.is_set()) == (0, False) and seconds < 5
+
+
+def test_a_sync_goes_on_without_an_engine_that_died_before_it_and_waits_when_that_was_the_last(monkeypatch):
+    class Dead(SyncEngine):
+        async def pause_generation(self, mode):
+            raise rollout.EngineDeadError
+
+    async def scenario():
+        node = synced_node(monkeypatch, [SyncEngine(), Dead()])
+        assert (await ask(node, "begin"))["engines"] == ["0, start 1"]
+        await ask(node, "commit")
+        assert (node.router.version, node.router.fit, node.syncing) == (1, {0}, False)
+        node = synced_node(monkeypatch, [Dead()])
+        begin = asyncio.create_task(ask(node, "begin"))
+        await asyncio.sleep(0.2)
+        assert not begin.done()
+        node.router.revive(0, SyncEngine())
+        assert (await begin)["engines"] == ["0, start 2"]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_gives_no_sign_of_life_or_died_is_started_again_but_not_for_ever(monkeypatch):
+    """The first hangs, the second dies, the third is one too many. In a weight sync a busy engine is left alone."""
+
+    class Engine(SyncEngine):
+        async def is_paused(self):
+            await asyncio.sleep(0 if self.way == "works" else 9)
+
+        def shutdown(self, timeout):
+            self.errored = True
+
+    async def scenario():
+        hangs, dies = Engine(), Engine()
+        hangs.way, dies.errored, dies.way = "hangs", True, "works"
+        node = synced_node(monkeypatch, [hangs])
+        node.cfg.engine_restarts, node.syncing = 1, True
+        node.engine = lambda index: asyncio.sleep(0, dies)
+        keeping = asyncio.create_task(node.keep(0))
+        await asyncio.sleep(2.5)
+        assert node.router.alive == {0} and not hangs.errored
+        node.syncing = False
+        with pytest.raises(EngineFailure, match=r"engine 0 died, after 1 restarts .*its own last words"):
+            await asyncio.wait_for(keeping, 9)
+        assert hangs.errored and node.router.starts == [2] and node.router.fit == set()
+
+    asyncio.run(scenario())
+
+
+def test_a_step_of_several_versions_has_its_own_bound():
+    """Two versions a step, groups_per_step 3: the step after next may be started a version before its turn."""
+    cfg = config(versions_per_step=2)
+    for lag, found in ((0, [3, 3, 6, 6, 9]), (1, [3, 6, 6, 9, 9]), (2, [6, 6, 9, 9, 12])):
+        routers = [SimpleNamespace(version=version, fit={0}) for version in range(5)]
+        assert [Scheduler(replace(cfg, max_lag=lag), None, router, Ledger()).bound for router in routers] == found
 
 
 def test_a_request_that_spans_two_versions_is_refused():
