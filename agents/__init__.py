@@ -11,16 +11,24 @@ Neither ever sees a token. Both speak through one session of ``loopback.py``.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import functools
 import importlib.util
 import inspect
+import json
+import os
 import signal
 import sys
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 Message = dict
 """One chat message in OpenAI's shape: ``role``, ``content``, and ``tool_calls`` or ``tool_call_id``."""
@@ -70,8 +78,9 @@ class Context(Protocol):
     """What an agent knows about the rollout it plays."""
 
     base_url: str
-    """OpenAI-compatible address of this rollout's session, for ``AsyncOpenAI(base_url=...)``. A blocking client, or
-    any blocking code, belongs into ``asyncio.to_thread``: the loop that runs the agent also answers it."""
+    """OpenAI-compatible address of this rollout's session, for ``AsyncOpenAI(base_url=...)``. A blocking client belongs
+    into ``asyncio.to_thread``: the loop that runs the agent also answers it. So does other code that blocks; what may
+    never return, such as a grader, belongs into ``in_child``."""
     session_url: str
     """The session's own address; ``base_url`` is this plus ``/v1``."""
     split: str
@@ -143,10 +152,111 @@ class Env(AgentRunner):
         return total
 
 
+# ------------------------------------------------------------------------------------------- child processes
+
+
 def end_with_parent() -> None:
     """Die when the parent dies, be it by a signal that leaves it no time to stop what it started."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+
+
+async def run_program(command: Sequence[str], given: bytes, time_limit_s: float, env: Mapping[str, str] | None = None,
+                      output_limit: int = 2**20) -> tuple[bytes, bytes, int]:  # fmt: skip
+    """Run a program with ``given`` on its standard input: its standard output, standard error, and exit status.
+
+    It has a process group of its own, which ends with it, whatever happens; ``INSTAR_*`` is not in its environment,
+    ``env`` is. Raises ``TimeoutError``, and ``RuntimeError`` for more than ``output_limit`` bytes of either output.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR_")} | dict(env or {})
+    with tempfile.TemporaryFile() as file:  # not a pipe: a program need not read what it is given
+        file.write(given)
+        file.seek(0)
+        how = {"env": env, "stdin": file, "stdout": PIPE, "stderr": PIPE, "start_new_session": True}
+        starting = asyncio.create_task(asyncio.create_subprocess_exec(*command, **how))
+        try:
+            program = await asyncio.shield(starting)
+            async with asyncio.timeout(time_limit_s):
+                reading = (read(stream, program, output_limit) for stream in (program.stdout, program.stderr))
+                out, err, _ = await asyncio.gather(*reading, exited(program))
+        finally:  # also when the caller is cancelled, be it while the program starts
+            program = await starting
+            kill(program)
+            await exited(program)
+    if max(len(out), len(err)) > output_limit:
+        raise RuntimeError(f"{command[0]} wrote more than {output_limit} bytes")
+    return out, err, program.returncode
+
+
+async def read(stream: asyncio.StreamReader, program: Process, limit: int) -> bytes:
+    """All of an output, or one byte more than the limit; the program that writes as much is ended."""
+    data = b""
+    while chunk := await stream.read(2**16):  # to the end, even of one that was ended: else its pipe stays open
+        data = (data + chunk)[: limit + 1]
+        if len(data) > limit:
+            kill(program)
+    return data
+
+
+def kill(program: Process) -> None:
+    """End the program's process group: itself and what it started, unless that left the group."""
+    with suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+
+
+async def exited(program: Process) -> None:
+    """Wait until the program is gone, then end what it left behind. ``Process.wait`` would wait for that as well."""
+    while program.returncode is None:
+        await asyncio.sleep(0.02)
+    kill(program)
+
+
+CHILDREN = asyncio.Semaphore(os.cpu_count() or 1)
+"""Children of ``in_child`` that may run at once."""
+
+
+async def in_child(function: Callable, *args: Any, time_limit_s: float) -> Any:
+    """``function(*args)`` in a process of its own: code that blocks, crashes or never returns costs its own rollout.
+
+    The function stands at the top of a file (it is found by file and name there); arguments and result are what JSON
+    holds. Waiting for a core does not count against the limit. Raises ``TimeoutError`` at it, and ``RuntimeError`` with
+    the last words of a function that raises or a process that dies.
+
+    >>> reward = await in_child(grade, answer, time_limit_s=10)  # doctest: +SKIP
+    """
+    if "<" in function.__qualname__:
+        raise ValueError(f"in_child takes a function at the top of a file, not {function.__qualname__}")
+    call = json.dumps([inspect.getfile(function), function.__qualname__, args]).encode()
+    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])}
+    async with CHILDREN:
+        command = [sys.executable, "-c", "import agents; agents.answer()"]
+        out, err, status = await run_program(command, call, time_limit_s, env)
+    if status:
+        last = (err.decode(errors="replace").strip().splitlines() or ["nothing on standard error"])[-1]
+        raise RuntimeError(f"{function.__qualname__} ended with status {status}: {last}")
+    return json.loads(out)
+
+
+def answer() -> None:
+    """The child of ``in_child``: what the function prints goes to standard error, its result alone to the output."""
+    end_with_parent()
+    file, name, args = json.load(sys.stdin)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    json.dump(functools.reduce(getattr, name.split("."), module_of(file))(*args), out)
+    out.flush()
+
+
+def module_of(path: str) -> ModuleType:
+    """The module that a Python file makes."""
+    spec = importlib.util.spec_from_file_location(f"instar_agent_{Path(path).stem}", Path(path).resolve())
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --------------------------------------------------------------------------------------------- a user's file
 
 
 def load(path: str) -> type[AgentRunner]:
@@ -154,14 +264,10 @@ def load(path: str) -> type[AgentRunner]:
 
     Raises ``ValueError`` naming what is missing: the file, the name, or a method.
     """
-    file = Path(path).resolve()
-    if not file.is_file():
+    if not Path(path).is_file():
         raise ValueError(f"agent file {path!r} does not exist; give the path of a Python file that exports AgentRunner")
-    spec = importlib.util.spec_from_file_location(f"instar_agent_{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        module = module_of(path)
     except Exception as error:  # the user's file: named with what is wrong in it
         raise ValueError(f"agent file {path} does not import: {type(error).__name__}: {error}") from error
     runner = vars(module).get("AgentRunner")

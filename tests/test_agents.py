@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
+import agent_graders
 import anthropic
 import numpy as np
 import openai
@@ -442,6 +443,86 @@ def test_the_example_program_is_an_ordinary_one():
     source = (ROOT / "agents" / "external_program.py").read_text()
     modules = set(re.findall(r"^(?:import|from) (\w+)", source, re.M))
     assert modules == {"json", "re", "sys", "openai"} and "OpenAI()" in source
+
+
+# -------------------------------------------------------------------------------------------- code in a child process
+
+
+@pytest.fixture(autouse=True)
+def own_children(monkeypatch):
+    """A semaphore belongs to the event loop in which somebody first waited for it."""
+    monkeypatch.setattr(agents, "CHILDREN", asyncio.Semaphore(2))
+
+
+def graded(function, *args, limit: float = 60.0):
+    return asyncio.run(agents.in_child(function, *args, time_limit_s=limit))
+
+
+def test_a_function_runs_in_a_child_wherever_it_stands(monkeypatch):
+    monkeypatch.setenv("INSTAR_SECRET", "s")
+    assert graded(agent_graders.add, 2, 3) == 5
+    assert graded(agent_graders.Held.inside, 7) == {"a": [7, None]}
+    assert graded(calculator.last_number, "so it is 12") == 12
+    assert graded(agent_graders.secrets) == [], "neither the node's secrets nor its libraries"
+    assert len(graded(agent_graders.much)) == 500_000
+    by_path = agents.module_of(str(ROOT / "tests" / "agent_graders.py"))
+    assert graded(by_path.add, -1, 1) == 0, "an agent's own file is loaded by its path"
+
+
+@pytest.mark.parametrize(("function", "words"), [
+    (agent_graders.fails, r"fails ended with status 1: problem"),
+    (agent_graders.crashes, r"crashes ended with status -6"),
+])  # fmt: skip
+def test_a_child_that_fails_is_an_error_with_its_last_words(function, words):
+    with pytest.raises(RuntimeError, match=words):
+        graded(function)
+
+
+def test_a_function_that_cannot_be_found_again_is_refused():
+    for function in (lambda: 1, said("a"), graded.__class__.__call__):
+        with pytest.raises((ValueError, TypeError)):
+            graded(function)
+
+
+def test_a_child_that_never_returns_is_killed_at_its_deadline_and_what_it_started_too(tmp_path):
+    with pytest.raises(TimeoutError):
+        graded(agent_graders.never, str(tmp_path), limit=5)
+    assert gone(tmp_path)
+
+
+def test_a_cancelled_caller_leaves_no_child(tmp_path):
+    async def go():
+        grading = asyncio.create_task(agents.in_child(agent_graders.never, str(tmp_path), time_limit_s=60))
+        while len(list(tmp_path.iterdir())) < 2:
+            await asyncio.sleep(0.01)
+        grading.cancel()
+        await asyncio.wait({grading})
+
+    asyncio.run(go())
+    assert gone(tmp_path)
+
+
+def test_children_leave_the_event_loop_alone_and_are_so_many_at_once_and_no_more():
+    """Six of them, two at a time; meanwhile a sleeper is woken on time, or nearly: the cores are busy."""
+
+    async def go():
+        late = []
+
+        async def sleeper():
+            while True:
+                began = time.monotonic()
+                await asyncio.sleep(0.05)
+                late.append(time.monotonic() - began - 0.05)
+
+        task = asyncio.create_task(sleeper())
+        spans = await asyncio.gather(*(agents.in_child(agent_graders.burns, 0.5, time_limit_s=60) for _ in range(6)))
+        task.cancel()
+        return late, spans
+
+    late, spans = asyncio.run(go())
+    for began, _ in spans:
+        assert sum(one <= began < ended for one, ended in spans) <= 2
+    assert sorted(late)[len(late) // 2] < 0.25
 
 
 # ------------------------------------------------------------------------------------------------ the real engine

@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -1209,6 +1210,90 @@ def test_flags_are_the_fields_and_an_unknown_one_is_an_error():
     with pytest.raises(ValueError, match="--stepz"):
         parser.parse_args_into_dataclasses(["--stepz", "3"])
     assert all(field.metadata["help"] for field in fields(rl.TrainConfig))
+
+
+def told_manifest(sampled: int, pending: int, node: int) -> dict:
+    """Of a node that handed out one rollout of ``sampled`` tokens, all it sampled but what is pending."""
+    row = {"row_id": f"r{node}", "tokens": sampled + 1, "sampled": sampled}
+    rollout = {"rollout_id": f"r{node}", "rows": [row], "status": "ok", "reward": 1.0, "rewards": [1.0]}
+    ledger = {"sampled": sampled + pending, "pending_before": 0, "pending_after": pending, "dropped": {}}
+    return {"groups": [{"group_id": 0, "rollouts": [rollout]}], "ledger": ledger, "meters": {}}
+
+
+def nodes_that_answer(answers: dict[str, list], **changes) -> rl.Nodes:
+    """``rl.Nodes`` whose nodes give these answers to the requests for a path, one after the other; an exception is one
+    as well, and the last is given for ever."""
+    nodes = rl.Nodes(rl.TrainConfig(rollout_urls="http://a,http://b", **changes))
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        left = answers[request.url.host + request.url.path]
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, httpx.Response) else httpx.Response(200, json=answer)
+
+    nodes.http = httpx.Client(transport=httpx.MockTransport(handle))
+    return nodes
+
+
+GONE = httpx.ConnectError("refused")
+
+
+def test_a_node_that_is_gone_is_left_out_and_what_it_owed_is_lost():
+    """Node b hands out 5 tokens with 3 pending, and is not there the next time; a goes on alone until it is gone."""
+    nodes = nodes_that_answer({"a/manifest": [told_manifest(10, 2, 0), told_manifest(10, 2, 0), GONE],
+                               "b/manifest": [httpx.Response(204), told_manifest(5, 3, 1), GONE],
+                               "a/health": [{"sampled": 24}]})  # fmt: skip
+    first = nodes.manifest(0)
+    assert [rollout["url"] for rollout in first["rollouts"]] == ["http://a", "http://b"]
+    assert first["ledger"] == {"sampled": 20, "pending_before": 0, "pending_after": 5, "dropped": {}}
+    second = nodes.manifest(1)
+    assert [rollout["url"] for rollout in second["rollouts"]] == ["http://a"] and nodes.urls == ["http://a"]
+    owed = {"sampled": 12, "pending_before": 3, "pending_after": 2, "dropped": {"node_lost": 3}}
+    assert second["ledger"] == owed, "what b had pending is dropped in the next line, once"
+    assert nodes.sampled() == 24 + 8, "a's own count, and what b told"
+    with pytest.raises(rl.NodeGone, match=r"rollout node http://a/manifest.*ConnectError"):
+        nodes.manifest(2)
+
+
+def test_engines_that_are_back_are_given_weights_before_the_batch_is_whole():
+    """What node a handed out is kept meanwhile: it would not hand it out again."""
+    nodes = nodes_that_answer({"a/manifest": [told_manifest(10, 2, 0), AssertionError("asked twice")],
+                               "b/manifest": [{"sync": True}, told_manifest(5, 3, 1)]})  # fmt: skip
+    assert nodes.manifest(0) is None
+    assert len(nodes.manifest(0)["rollouts"]) == 2
+
+
+def test_one_node_answers_for_all_and_each_goes_on_without_those_that_are_gone():
+    nodes = nodes_that_answer({"a/evaluate": [GONE], "b/evaluate": [{"reward": 0.5}], "b/finish": [{"x": 1}]})
+    assert nodes.one("/evaluate", {}).json() == {"reward": 0.5}
+    assert [reply.json() for reply in nodes.each("/finish", {})] == [{"x": 1}]
+    refused = nodes_that_answer({"a/finish": [{"x": 1}], "b/finish": [httpx.Response(500, text="a fault")]})
+    with pytest.raises(RuntimeError, match="answered 500: a fault"):
+        refused.each("/finish", {})
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_rows_that_cannot_be_fetched_take_their_nodes_rollouts_out_of_every_ranks_batch(elsewhere):
+    """On the rank that asked for them in vain, and on one that did not."""
+    nodes = nodes_that_answer({"a/manifest": [told_manifest(4, 0, 0)], "b/manifest": [told_manifest(4, 1, 1)]})
+    manifest = nodes.manifest(0)
+    given = {url: SimpleNamespace(row_id=name, images=[]) for url, name in (("http://a", "r0"), ("http://b", "r1"))}
+
+    def rows(url, row_ids):
+        if url == "http://b":
+            raise rl.NodeGone("b")
+        return [given[url]]
+
+    nodes.rows = rows
+    world = 2 if elsewhere else 1
+    other = [torch.tensor([0.0, 1.0]), torch.zeros(1)]
+    ranks = SimpleNamespace(world=world, rank=0, sum=lambda gone: gone + (other.pop(0) if elsewhere else 0))
+    fetched = rl.fetch(manifest, ranks, nodes)
+    assert [(row.row_id, index) for row, index in fetched] == [("r0", 0)]
+    assert [rollout["url"] for rollout in manifest["rollouts"]] == ["http://a"]
+    assert manifest["ledger"]["dropped"] == {"node_lost": 4} and nodes.urls == ["http://a"]
+    assert rl.ledger_line(1, manifest["ledger"], torch.tensor([[4, *[0] * (len(gate.REASONS) - 1)]]), 4)["trained"] == 4
 
 
 @pytest.mark.parametrize("state", [{"max_lag": 2}, {"version": 3}, {"versions_per_step": 2}])
