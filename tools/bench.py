@@ -17,6 +17,14 @@ replay_cost  what replay costs the trainer: a forward and backward pass of one p
            bytes: of a row on the wire, and of the tensors that a micro-batch holds for replay.
 replay_training  what replay does to training: recipe toy_moe_bf16 with replay and without, from the same seeds, through
            run_2x8.sh (ten minutes on two cores). Means over the seeds and over windows of steps.
+lag        what asynchrony buys where one rollout in eight has twenty turns and the others one (tools/long_tail.py): the
+           toy through run_2x8.sh with one trainer rank and one engine, a core each, at max_lag 0, 1, 2 and 4, with
+           partial rollouts and without (a quarter of an hour on two cores). Seconds are means over the steps; left out
+           are the first three, and the last ones, for which everything is sampled already. The ideal is the longer of
+           generating and training, each as long as it takes at max_lag 0, where neither waits for the other's core.
+affinity   the prefix cache under two engines: sessions of a dozen turns with short pauses, each engine's share of the
+           calls, and the share of prompt tokens found in the engines' caches; with sessions that stay with their engine
+           (--affinity_factor 4) and with calls that go to the idler one (1).
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -337,7 +346,99 @@ def replay_training() -> None:
     print("held-out reward after:", {"replayed" if arm else "live": [after for _, after in arms[arm]] for arm in arms})
 
 
-BENCHES = {"loopback": loopback, "replay": replay, "replay_cost": replay_cost, "replay_training": replay_training}
+LAG_STEPS = 20
+LAGS = [(0, True), *((lag, partial) for lag in (1, 2, 4) for partial in (True, False))]
+
+
+def lagged(lag: int, partial: bool) -> dict[str, float]:
+    """Means over the steps of a run under a bound."""
+    run = f"bench-{os.getpid()}-lag-{lag}-{partial}"
+    asked = {"RUN": run, "RECIPE": "../tools/long_tail", "STEPS": str(LAG_STEPS), "TRAINER_RANKS": "1",
+             "LAG": str(lag), "PARTIAL": str(partial)}  # fmt: skip
+    subprocess.run(["bash", "run_2x8.sh"], env=os.environ | asked, stdout=subprocess.DEVNULL, check=True)
+    metrics = list(map(json.loads, (Path("runs") / run / "metrics.jsonl").read_text().splitlines()))[3 : -1 - lag]
+    found = {name: statistics.mean(line.get(name, 0.0) for line in metrics)
+             for name in ("seconds/generate", "seconds/train", "seconds/sync", "rollout/engines_idle", "gate/ess",
+                          "rollout/reprefilled_tokens", "gate/lag_mean", "rollout/dropped/stale")}  # fmt: skip
+    return found | {"seconds": sum(found[f"seconds/{part}"] for part in ("generate", "train", "sync"))}
+
+
+def lag() -> None:
+    """Prints the table of what asynchrony buys."""
+    body = []
+    for bound, partial in LAGS:
+        run = lagged(bound, partial)
+        if bound == 0:
+            ideal = max(run["seconds/generate"], run["seconds/train"] + run["seconds/sync"])
+        body.append([f"{bound}", ("yes" if partial else "no") if bound else "–", f"{run['seconds']:.2f}",
+                     f"{run['seconds'] / ideal:.2f}", f"{run['seconds/generate'] / run['seconds']:.0%}",
+                     f"{run['rollout/engines_idle']:.0%}", f"{run['seconds/sync']:.2f}", f"{run['gate/lag_mean']:.2f}",
+                     f"{run['rollout/reprefilled_tokens']:.0f}", f"{run['rollout/dropped/stale']:.0f}",
+                     f"{run['gate/ess']:.4f}"])  # fmt: skip
+    print(f"the toy, {LAG_STEPS} steps of 64 rollouts; ideal: {ideal:.2f} s a step")
+    table(["max_lag", "partial rollouts", "seconds a step", "of the ideal", "trainer waits", "engine idle", "sync, s",
+           "mean lag", "tokens prefilled again", "dropped as stale", "effective sample size"], body)  # fmt: skip
+
+
+TALKERS, TALKS = 16, 12
+
+
+async def talk(router, name: str, rng: random.Random) -> list[int]:
+    """One session's calls, each with the history of those before and forty new tokens; the engines they went to."""
+    history, engines = rng.choices(range(256), k=100), []
+    for turn in range(TALKS):
+        call = Call(turn, "bench", list(history), 32, 1.0, 1.0, name)
+        await router.generate(call)
+        engines += call.engines
+        history += call.token_ids + rng.choices(range(256), k=40)
+        await asyncio.sleep(rng.uniform(0, 0.1))
+    return engines
+
+
+async def talks(cfg, engines: list, factor: float) -> list[str]:
+    """A line of the table."""
+    import rollout
+
+    router = rollout.Router(engines, replace(cfg, affinity_factor=factor), [toy.END], 0)
+    for engine in engines:
+        await engine.reset_prefix_cache()
+    began = time.monotonic()
+    went = await asyncio.gather(*(talk(router, f"{i}", random.Random(i)) for i in range(TALKERS)))
+    seconds = time.monotonic() - began
+    on_first = [engines.count(0) for engines in went]
+    return [
+        f"{factor:g}",
+        f"{router.prompts['cached'] / router.prompts['sent']:.1%}",
+        f"{seconds:.1f}",
+        f"{sum(on_first) / TALKERS / TALKS:.0%}",
+        f"{statistics.mean(min(n, TALKS - n) for n in on_first):.1f}",
+    ]
+
+
+def affinity() -> None:
+    """Prints the table of the prefix caches' hits."""
+    import rollout
+
+    async def go() -> list[list[str]]:
+        with TemporaryDirectory() as folder:
+            toy.untrained(False, seed=0).save_pretrained(folder)
+            toy.tokenizer().save_pretrained(folder)
+            cfg = rollout.RolloutConfig(model=folder, engines=2, max_tokens=32, max_model_len=1024)
+            engines = [await asyncio.to_thread(rollout.start_engine, cfg, False, i, []) for i in range(2)]
+            try:
+                await talks(cfg, engines, 4.0)  # warm-up
+                return [await talks(cfg, engines, factor) for factor in (4.0, 1.0, 4.0, 1.0)]
+            finally:
+                for engine in engines:
+                    engine.shutdown()
+
+    print(f"{TALKERS} sessions of {TALKS} turns, two engines; blocks of 128 tokens are cached")
+    table(["affinity_factor", "prompt tokens found in a cache", "seconds", "calls to the first engine",
+           "a session's calls away from home"], asyncio.run(go()))  # fmt: skip
+
+
+BENCHES = {"loopback": loopback, "replay": replay, "replay_cost": replay_cost, "replay_training": replay_training,
+           "lag": lag, "affinity": affinity}  # fmt: skip
 
 
 def main() -> None:
