@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -59,9 +60,9 @@ from loopback import TRAINABLE, Row, unpack_rows
 
 log = logging.getLogger("rl")
 
-COUNTED = ("rollout/status/", "rollout/groups_dropped/", "rollout/reprefilled", "rollout/cached", "identity/closing",
-           "identity/turns", "identity/overridden", "identity/route_conflicts", "identity/echo", "identity/retries",
-           "identity/disconnects")  # fmt: skip
+COUNTED = ("rollout/status/", "rollout/groups_dropped/", "rollout/reprefilled", "rollout/cached_tokens",
+           "rollout/engine_restarts", "identity/closing", "identity/turns", "identity/overridden",
+           "identity/route_conflicts", "identity/echo", "identity/retries", "identity/disconnects")  # fmt: skip
 """Meters of a node that count; the others are means."""
 
 
@@ -196,9 +197,7 @@ def validate(cfg: TrainConfig) -> None:
             raise ValueError(f"--{name} {vars(cfg)[name]} must be finite and {least} or more")
     validate_loss(cfg)
     if not os.environ.get("INSTAR_SECRET") and not cfg.retrain:
-        raise ValueError(
-            "INSTAR_SECRET is not set; export the same random string for the trainer and every rollout node"
-        )
+        raise ValueError("INSTAR_SECRET is not set; export the same random string for the trainer and every node")
 
 
 def validate_loss(cfg: TrainConfig) -> None:
@@ -285,12 +284,9 @@ class Ranks:
         """Rank 0's bytes, on every rank."""
         size = torch.tensor([len(data) if self.rank == 0 else 0])
         dist.broadcast(size, 0)
-        buffer = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if self.rank == 0 and data
-            else torch.empty(int(size), dtype=torch.uint8)
-        )
+        buffer = torch.empty(int(size), dtype=torch.uint8)
         if int(size):
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == 0 else buffer
             dist.broadcast(buffer, 0)
         return buffer.numpy().tobytes()
 
@@ -355,14 +351,15 @@ class Nodes:
 
     def drop(self, url: str, error: NodeGone) -> None:
         """Go on without a node. Raises ``error`` when it was the last. What it had sampled since its last manifest
-        nobody knows; what was pending by then is lost."""
+        nobody knows; what that one listed, if nobody has it yet, and what was pending by then is lost."""
         self.urls.remove(url)
         if not self.urls:
             raise error
         log.error("%s; the run goes on without it", error)
-        self.parts.pop(url, None)
-        lost = self.told[url]["pending"]
-        self.unpaid.append(dict.fromkeys(LEDGER, 0) | {"pending_before": lost, "dropped": {"node_lost": lost}})
+        owed = dict.fromkeys(LEDGER, 0) | {"pending_before": self.told[url]["pending"], "dropped": {}}
+        owed |= self.parts.pop(url, {"ledger": {}})["ledger"]
+        lost = owed["sampled"] + owed["pending_before"] - sum(owed["dropped"].values())
+        self.unpaid.append(owed | {"pending_after": 0, "dropped": owed["dropped"] | {"node_lost": lost}})
 
     def surely(self, url: str, ask: Callable[[], httpx.Response]) -> httpx.Response | None:
         """The answer to a request, None of a node that is gone."""
@@ -396,9 +393,7 @@ class Nodes:
             while not (state := self.health(url, answered))["ready"]:
                 answered = answered or "engine_seconds" in state
                 if time.monotonic() > end:
-                    raise RuntimeError(
-                        f"rollout node {url} was not ready within wait_s={self.cfg.wait_s:g} s; see its log"
-                    )
+                    raise RuntimeError(f"{url} was not ready within wait_s={self.cfg.wait_s:g} s; see its log")
                 time.sleep(0.2)
             states.append(state)
         return states
@@ -555,14 +550,8 @@ class Policy(nn.Module):
         two = torch.arange(2, device=self.model.device)
         return self(two, two, two[:1], two[1:], torch.ones(1, device=two.device))
 
-    def forward(
-        self,
-        ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        before_S: torch.Tensor,
-        target_S: torch.Tensor,
-        temperature_S: torch.Tensor,
-    ) -> Scored:
+    def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, before_S: torch.Tensor, target_S: torch.Tensor,
+                temperature_S: torch.Tensor) -> Scored:  # fmt: skip
         """Log-prob, entropy and value of ``target_S`` after positions ``before_S``, at each row's temperature.
 
         Positions restart at 0 where a row starts, and there is no attention mask: that is how transformers knows
@@ -570,10 +559,8 @@ class Policy(nn.Module):
         """
         body = self.model.base_model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
         hidden_SD = body.last_hidden_state[0, before_S]
-        pieces = [
-            checkpoint(self.head, *chunk, use_reentrant=False)
-            for chunk in zip(*(x.split(self.head_chunk) for x in (hidden_SD, target_S, temperature_S)), strict=True)
-        ]
+        chunks = zip(*(x.split(self.head_chunk) for x in (hidden_SD, target_S, temperature_S)), strict=True)
+        pieces = [checkpoint(self.head, *chunk, use_reentrant=False) for chunk in chunks]
         return Scored(*map(torch.cat, zip(*pieces, strict=True)))
 
     def head(self, hidden_SD: torch.Tensor, target_S: torch.Tensor, temperature_S: torch.Tensor):
@@ -591,9 +578,7 @@ def shard(policy: Policy, cfg: TrainConfig, ranks: Ranks) -> Policy:
     optimizer, the weight sync) then always finds shards, never a full copy whose memory is about to be freed.
     """
     policy.to(ranks.device)
-    mixed = MixedPrecisionPolicy(
-        param_dtype=vars(torch)[cfg.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    mixed = MixedPrecisionPolicy(vars(torch)[cfg.dtype], torch.float32, cast_forward_inputs=False)
     for module in list(policy.modules()):
         if type(module).__name__ in policy.model._no_split_modules:
             fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
@@ -970,24 +955,19 @@ class Weights:
 
     def __init__(self, policy: Policy, dtype: torch.dtype):
         self.model, self.dtype = policy.model, dtype
-        self.groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        self.groups: dict[str | None, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in policy.model.named_parameters():
-            prefix = next(
-                (".".join(name.split(".")[: i + 1]) for i, part in enumerate(name.split(".")) if part.isdigit()), ""
-            )
+            layer = re.match(r".*?\.\d+(?=\.)", name)
             if parameter.requires_grad:  # a frozen one is in the engines since they read the model's folder
-                self.groups.setdefault(prefix, []).append((name, parameter))
-        self.meta = [
-            Meta(name, tensor.dtype, tuple(tensor.shape))
-            for name, tensor in self.convert(lambda p: torch.empty(p.shape, dtype=dtype, device="meta"))
-        ]
+                self.groups.setdefault(layer and layer[0], []).append((name, parameter))
+        shapes = self.convert(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device="meta"))
+        self.meta = [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in shapes]
 
     def convert(self, gather: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint names and tensors: transformers stacks experts, the checkpoint and vLLM do not."""
         for group in self.groups.values():
-            yield from revert_weight_conversion(
-                self.model, {name: gather(parameter) for name, parameter in group}
-            ).items()
+            gathered = {name: gather(parameter) for name, parameter in group}
+            yield from revert_weight_conversion(self.model, gathered).items()
 
     def metadata(self) -> list[Meta]:
         return self.meta
@@ -1020,7 +1000,7 @@ class SyncClient:
         self.nodes.each("/sync/update", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.nodes.each("/sync/finish", {})
+        self.nodes.each("/sync/use", {})
 
 
 class Syncer:
@@ -1044,10 +1024,9 @@ class Syncer:
         import rollout
 
         cls = rollout.NCCLTrainerInitInfo if self.cfg.device == "cuda" else rollout.GlooTrainerInitInfo
-        info = cls(self.cfg.sync_address, free_port(self.cfg.sync_address), 1 + sum(workers), rank=0)
-        return WeightTransferTrainerFactory.trainer_init(
-            info, client=SyncClient(self.nodes, workers), source=self.weights
-        )
+        info = cls(self.cfg.sync_address, get_free_port(), 1 + sum(workers), rank=0)
+        client = SyncClient(self.nodes, workers)
+        return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self.weights)
 
     def sync(self, version: int) -> float:
         """The whole cycle for ``version``; returns the probe's largest log-prob difference.
@@ -1098,11 +1077,10 @@ class Syncer:
         experts = f", its experts are those of the trainer's routers in shares [{shares}] by layer" if shares else ""
         # "not <=" rather than ">": a NaN must not pass.
         if not worst <= self.cfg.probe_bound or not min(agreed_L, default=1.0) >= self.cfg.probe_agreement:
-            raise RuntimeError(
-                f"probe: an engine's log-probs differ from the trainer's by {worst:.3g}{experts}: its weights, or its "
-                f"layers, are not the trainer's (or probe_bound {self.cfg.probe_bound:g}, probe_agreement "
-                f"{self.cfg.probe_agreement:g} are too tight for this dtype)"
-            )
+            raise RuntimeError(f"probe: an engine's log-probs differ from the trainer's by {worst:.3g}{experts}: its "
+                               "weights, or its layers, are not the trainer's (or probe_bound "
+                               f"{self.cfg.probe_bound:g}, probe_agreement {self.cfg.probe_agreement:g} are too tight "
+                               "for this dtype)")  # fmt: skip
         return worst
 
 
@@ -1111,15 +1089,6 @@ class Unsynced(Syncer):
 
     def sync(self, version: int) -> float:
         return 0.0
-
-
-def free_port(address: str) -> int:
-    """A port that is free now on ``address``."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
 
 
 # ------------------------------------------------------------------------------------- ledger and metrics
@@ -1139,9 +1108,8 @@ def ledger_line(step: int, node: dict, counts_RC: torch.Tensor, listed: int) -> 
     left = node["sampled"] + node["pending_before"]
     right = received + sum(node["dropped"].values()) + node["pending_after"]
     if left != right or received != listed:
-        raise RuntimeError(
-            f"ledger does not balance at step {step}: {left} != {right}, rows listed {listed}: {json.dumps(line)}"
-        )
+        found = f"{left} != {right}, rows listed {listed}: {json.dumps(line)}"
+        raise RuntimeError(f"ledger does not balance at step {step}: {found}")
     return line
 
 
@@ -1273,12 +1241,14 @@ def check_nodes(states: list[dict], cfg: TrainConfig) -> None:
                              f"{[cfg.max_lag, cfg.versions_per_step, 0]}; start both from the same recipe")  # fmt: skip
 
 
-def evaluate(cfg: TrainConfig, ranks: Ranks, nodes: Nodes) -> float | None:
-    """Mean held-out reward, greedy, at the current version."""
+def evaluate(cfg: TrainConfig, ranks: Ranks, nodes: Nodes, syncer: Syncer, version: int) -> float | None:
+    """Mean held-out reward, greedy, at the current version; once more, if a node lost its engines meanwhile."""
     if not cfg.eval_tasks:
         return None
     asked = {"limit": cfg.eval_tasks, "temperature": 0.0}
-    return ranks.from_rank0(lambda: nodes.one("/evaluate", asked).json()["reward"])
+    while "reward" not in (found := ranks.from_rank0(lambda: nodes.one("/evaluate", asked).json())):
+        syncer.sync(version)
+    return found["reward"]
 
 
 def make_optimizer(policy: Policy, cfg: TrainConfig):
@@ -1313,7 +1283,7 @@ def train(cfg: TrainConfig) -> None:
     seconds = {"engine_start": started, "eval": 0.0, "train": 0.0}
 
     clock = time.monotonic()
-    reward_before = evaluate(cfg, ranks, nodes)
+    reward_before = evaluate(cfg, ranks, nodes, syncer, 0)
     seconds["eval"] += time.monotonic() - clock
     train_began = time.monotonic()
 
@@ -1371,23 +1341,21 @@ def train(cfg: TrainConfig) -> None:
         metrics |= step_metrics(batch, decision, log_ratio_S, lag_S, scored, reference_S, credit.target_S, cfg, ranks)
         journal.ledger(line)
         journal.append("schedule.jsonl", manifest)
-        journal.step(
-            {
-                "step": step + 1,
-                **rollout_metrics(rollouts),
-                **{name: sum(one[name] for one in updates) / len(updates) for name in updates[0]},
-                "lr": schedule.get_last_lr()[0],
-                **({"kl/coef": kl_coef} if reference else {}),
-                "sync/probe_max_abs_dlogp": probe_difference,
-                "tokens_per_second": listed / (ended - clock),
-                "seconds/generate": generated - clock,
-                "seconds/train": ended - generated - syncer.seconds,
-                "seconds/sync": syncer.seconds,
-                **{f"rollout/dropped/{reason}": number for reason, number in line["dropped"].items()},
-                **manifest["meters"],
-                **metrics,
-            }
-        )
+        journal.step({
+            "step": step + 1,
+            **rollout_metrics(rollouts),
+            **{name: sum(one[name] for one in updates) / len(updates) for name in updates[0]},
+            "lr": schedule.get_last_lr()[0],
+            **({"kl/coef": kl_coef} if reference else {}),
+            "sync/probe_max_abs_dlogp": probe_difference,
+            "tokens_per_second": listed / (ended - clock),
+            "seconds/generate": generated - clock,
+            "seconds/train": ended - generated - syncer.seconds,
+            "seconds/sync": syncer.seconds,
+            **{f"rollout/dropped/{reason}": number for reason, number in line["dropped"].items()},
+            **manifest["meters"],
+            **metrics,
+        })  # fmt: skip
         if cfg.kl_target:
             kl_coef = gate.adapt_kl(kl_coef, metrics["kl/k1"], cfg.kl_target)
 
@@ -1401,9 +1369,10 @@ def reason_counts(decision, batch: Batch) -> torch.Tensor:
 
 
 def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Syncer, reward_before, seconds) -> None:
-    """Evaluate, close the ledger, save, tell the nodes to end, and write summary.json."""
+    """Save, evaluate, close the ledger, tell the nodes to end, and write summary.json."""
+    save_model(policy, cfg, ranks, journal.root / "model")  # first: whatever fails from here on costs no training
     clock = time.monotonic()
-    reward_after = evaluate(cfg, ranks, nodes)
+    reward_after = evaluate(cfg, ranks, nodes, syncer, cfg.steps * cfg.versions_per_step)
     seconds["eval"] += time.monotonic() - clock
     last = dict.fromkeys(LEDGER, 0) | {"dropped": {}}
     if ranks.rank == 0:
@@ -1416,16 +1385,9 @@ def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Sy
         sampled = nodes.sampled()
         journal.append("schedule.jsonl", {"ledger": last, "sampled": sampled})
         if sampled != journal.sampled:
-            raise RuntimeError(
-                f"ledger: its lines hold {journal.sampled} sampled tokens, the engines sampled {sampled}"
-            )
-    save_model(policy, cfg, ranks, journal.root / "model")
-    if ranks.rank == 0:
+            raise RuntimeError(f"ledger: its lines hold {journal.sampled} sampled tokens, the engines' count {sampled}")
         nodes.each("/shutdown", {})
-        summary = {
-            "recipe": cfg.recipe,
-            "seed": cfg.seed,
-            "steps": cfg.steps,
+        summary = {name: vars(cfg)[name] for name in ("recipe", "seed", "steps")} | {
             "reward_before": reward_before,
             "reward_after": reward_after,
             "seconds": {name: round(value, 1) for name, value in seconds.items()},

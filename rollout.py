@@ -157,18 +157,14 @@ class RolloutConfig:
     tool_parser: str = flag("hermes", "name of vLLM's tool parser; empty: none")
     reasoning_parser: str = flag("", "name of vLLM's reasoning parser; empty: none")
     group_size: int = flag(8, "rollouts per task")
-    filter_groups: bool = flag(
-        False, "replace groups whose rewards are all equal, which have no advantage by rloo, grpo, dr_grpo"
-    )
+    filter_groups: bool = flag(False, "replace groups of equal rewards, which have no advantage by rloo, grpo, dr_grpo")
     groups_per_step: int = flag(8, "groups the trainer consumes per optimizer step")
     max_lag: int = flag(0, "largest lag, in versions, of a token when it is consumed; 0: synchronous")
     versions_per_step: int = flag(1, "weight syncs of one step: the trainer's --minibatches under --sync_minibatches")
     partial_rollouts: bool = flag(True, "a weight sync interrupts calls, which go on under the new weights; or waits")
     steps: int = flag(0, "optimizer steps of the run: no group beyond them is started; 0: no limit")
     seed: int = flag(0, "seed of tasks and engines")
-    affinity_factor: float = flag(
-        4.0, "a session leaves its engine when that has this many times the outstanding tokens of the idlest"
-    )
+    affinity_factor: float = flag(4.0, "a session leaves an engine at so many times the idlest's outstanding tokens")
     rollout_timeout_s: float = flag(300.0, "deadline of one rollout, seconds")
     call_timeout_s: float = flag(240.0, "deadline of one call, seconds, syncs included")
     engine_timeout_s: float = flag(60.0, "an engine that gives no sign of life for this long is started again, seconds")
@@ -199,15 +195,11 @@ def validate(cfg: RolloutConfig) -> None:
     if not cfg.affinity_factor >= 1:
         raise ValueError(f"--affinity_factor {cfg.affinity_factor} must be 1 (no affinity) or more")
     if cfg.temperature <= 0:
-        raise ValueError(
-            f"--temperature {cfg.temperature} must be above 0: greedy rollouts have no log-prob to train on"
-        )
+        raise ValueError(f"--temperature {cfg.temperature} must be above 0: greedy rollouts have no log-prob to train")
     if cfg.max_tokens >= cfg.max_model_len:
         raise ValueError(f"--max_tokens {cfg.max_tokens} leaves no prompt in --max_model_len {cfg.max_model_len}")
     if not os.environ.get("INSTAR_SECRET"):
-        raise ValueError(
-            "INSTAR_SECRET is not set; export the same random string for the trainer and every rollout node"
-        )
+        raise ValueError("INSTAR_SECRET is not set; export the same random string for the trainer and every node")
 
 
 # ---------------------------------------------------------------------------------- weight transfer over gloo
@@ -271,18 +263,12 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):
     @classmethod
     def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client, source) -> GlooTrainer:
         engine = cls(client=client, source=source, packed=False)
-        worker = NCCLWeightTransferInitInfo(
-            master_address=init_info.master_address,
-            master_port=init_info.master_port,
-            rank_offset=1,
-            world_size=init_info.world_size,
-        )
+        where = {"master_address": init_info.master_address, "master_port": init_info.master_port}
+        worker = NCCLWeightTransferInitInfo(**where, rank_offset=1, world_size=init_info.world_size)
         # The workers block until rank 0 joins, so the request to join runs beside our own joining.
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(client.init_weight_transfer_engine, worker_init_payload(worker))
-            engine.model_update_group = gloo_group(
-                init_info.master_address, init_info.master_port, 0, init_info.world_size
-            )
+            engine.model_update_group = gloo_group(*where.values(), 0, init_info.world_size)
             joined.result()
         return engine
 
@@ -315,13 +301,10 @@ def engine_args(cfg: RolloutConfig, moe: bool, index: int) -> AsyncEngineArgs:
 
     Each engine has its own seed: two with one seed would sample the same answers to a group's shared prompt.
     """
+    same = ("model", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
     return AsyncEngineArgs(
-        model=cfg.model,
-        dtype=cfg.dtype,
+        **{name: vars(cfg)[name] for name in same},
         tensor_parallel_size=cfg.tensor_parallel,
-        max_model_len=cfg.max_model_len,
-        max_num_seqs=cfg.max_num_seqs,
-        gpu_memory_utilization=cfg.gpu_memory_utilization,
         enforce_eager=cfg.device == "cpu",
         enable_prefix_caching=True,
         enable_return_routed_experts=moe,
@@ -464,13 +447,9 @@ class Router:
     def params(self, call: Call, remaining: int) -> SamplingParams:
         """How the engine samples for a call."""
         return SamplingParams(
-            temperature=call.temperature,
-            top_p=call.top_p,
-            top_k=call.top_k,
-            seed=call.seed,
+            **{name: vars(call)[name] for name in ("temperature", "top_p", "top_k", "seed", "stop")},
             max_tokens=remaining,
             logprobs=0,
-            stop=call.stop,
             stop_token_ids=self.eos_ids,
             detokenize=bool(call.stop),
             structured_outputs=StructuredOutputsParams(json=call.schema) if call.schema else None,
@@ -571,9 +550,7 @@ class Router:
 
 async def last_of(stream: AsyncIterator) -> Any:
     """The last item of a stream."""
-    async for item in stream:  # noqa: B007
-        pass
-    return item
+    return [item async for item in stream][-1]
 
 
 class Parser:
@@ -586,9 +563,8 @@ class Parser:
         self.tokenizer = get_cached_tokenizer(tokenizer)  # parsers ask for the whole vocabulary every time
         try:
             self.tool_parser = ToolParserManager.get_tool_parser(tool_parser) if tool_parser else None
-            self.reasoning_parser = (
-                ReasoningParserManager.get_reasoning_parser(reasoning_parser) if reasoning_parser else None
-            )
+            find = ReasoningParserManager.get_reasoning_parser
+            self.reasoning_parser = find(reasoning_parser) if reasoning_parser else None
         except KeyError as error:
             raise ValueError(f"vLLM has no parser of that name: {error}; see vllm serve --help for the names") from None
 
@@ -844,10 +820,8 @@ class Scheduler:
         cfg = self.cfg
         sampling = Sampling(cfg.temperature, 1.0, cfg.max_tokens, fixed=True)
         async with asyncio.TaskGroup() as group:
-            plays = [
-                group.create_task(self.player.play(task, f"{group_id}-{index}", group_id, sampling, "train"))
-                for index in range(cfg.group_size)
-            ]
+            names = [f"{group_id}-{index}" for index in range(cfg.group_size)]
+            plays = [group.create_task(self.player.play(task, name, group_id, sampling, "train")) for name in names]
         self.ready.append(ended := Group(group_id, self.player.release([play.result() for play in plays])))
         # A group of failures waits until the trainer asks: by then the node may have found their cause.
         if any(rollout.rows for rollout in ended.rollouts) and self.screen(ended):
@@ -896,9 +870,7 @@ class Scheduler:
             remedy = "give tasks that some rollouts solve and some do not, or leave --filter_groups out"
             if reason == "none_trainable":
                 remedy = "the first errors are in the rollout node's log"
-            raise RuntimeError(
-                f"{self.barren} groups in a row taught nothing, the last one {statuses}: {reason}; {remedy}"
-            )
+            raise RuntimeError(f"{self.barren} groups in a row taught nothing, the last {statuses}: {reason}; {remedy}")
 
     def drop_stale(self, group: Group) -> None:
         """Drop rollouts that are too old to train on."""
@@ -998,7 +970,7 @@ class Node:
         """Serve until told to stop. Raises ``RuntimeError`` naming the cause when something failed."""
         async with self.control():
             try:
-                await self.start()
+                await self.launch()
                 await self.stop.wait()
             finally:
                 await self.shut()
@@ -1010,23 +982,11 @@ class Node:
         """The control API listens first, so that a taken port is known before engines are paid for."""
         app = web.Application(middlewares=[guard], client_max_size=64 * 2**20)
         app["node"] = self
-        app.add_routes(
-            [
-                web.get("/health", self.health),
-                web.get("/manifest", self.manifest),
-                web.post("/rows", self.rows),
-                web.post("/evaluate", self.evaluate),
-                web.post("/sync/connect", self.connect),
-                web.post("/sync/begin", self.begin),
-                web.post("/sync/start", self.start_update),
-                web.post("/sync/update", self.update),
-                web.post("/sync/finish", self.finish_update),
-                web.post("/sync/probe", self.probe),
-                web.post("/sync/commit", self.commit),
-                web.post("/finish", self.finish),
-                web.post("/shutdown", self.shutdown),
-            ]
-        )
+        app.add_routes([web.get("/health", self.health), web.get("/manifest", self.manifest)])
+        for act in (self.rows, self.evaluate, self.finish, self.shutdown):
+            app.router.add_post(f"/{act.__name__}", act)
+        for phase in (self.begin, self.connect, self.start, self.update, self.use, self.probe, self.commit):
+            app.router.add_post(f"/sync/{phase.__name__}", phase)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -1039,7 +999,7 @@ class Node:
         finally:
             await runner.cleanup()
 
-    async def start(self) -> None:
+    async def launch(self) -> None:
         """Engines, loopback, scheduler, watchdog."""
         cfg, began = self.cfg, time.monotonic()
         config = AutoConfig.from_pretrained(cfg.model)
@@ -1069,12 +1029,7 @@ class Node:
         gc.freeze()
         gc.set_threshold(20_000)
         self.ready = True
-        log.info(
-            "ready after %.1f s: %d engine(s), loopback on port %d",
-            self.engine_seconds,
-            cfg.engines,
-            self.loopback.port,
-        )
+        log.info("ready after %.1f s, loopback on port %d", self.engine_seconds, self.loopback.port)
 
     def background_ended(self, task: asyncio.Task) -> None:
         """A background loop never ends by itself."""
@@ -1161,18 +1116,9 @@ class Node:
 
     async def health(self, request: web.Request) -> web.Response:
         """GET: what the node is, and whether it is ready."""
-        return web.json_response(
-            {
-                "ready": self.ready,
-                "version": self.router.version if self.ready else 0,
-                "sampled": self.router.sampled if self.ready else 0,
-                "engine_seconds": self.engine_seconds,
-                "max_lag": self.cfg.max_lag,
-                "versions_per_step": self.cfg.versions_per_step,
-                "seed": self.cfg.seed,
-                "filter_groups": self.cfg.filter_groups,
-            }
-        )
+        now = {name: vars(self.router)[name] if self.ready else 0 for name in ("version", "sampled")}
+        same = {name: vars(self.cfg)[name] for name in ("max_lag", "versions_per_step", "seed", "filter_groups")}
+        return web.json_response({"ready": self.ready, "engine_seconds": self.engine_seconds} | now | same)
 
     async def manifest(self, request: web.Request) -> web.Response:
         """GET ?version=v: the next batch, for a trainer at version v; 204 when it is not complete yet."""
@@ -1190,13 +1136,9 @@ class Node:
         self.handed = {row.row_id: row for group in batch for rollout in group.rollouts for row in rollout.rows}
         self.ledger.handed += sum(rollout.sampled for group in batch for rollout in group.rollouts)
         sessions = [rollout.session for group in batch for rollout in group.rollouts if rollout.rows]
-        body = {
-            "version": version,
-            "groups": [describe(group) for group in batch],
-            "ledger": self.ledger_delta(),
-            "meters": identity_meters(sessions) | self.loopback.meters() | self.rollout_meters(batch),
-        }
-        return web.json_response(body)
+        meters = identity_meters(sessions) | self.loopback.meters() | self.rollout_meters(batch)
+        groups = [describe(group) for group in batch]
+        return web.json_response({"groups": groups, "ledger": self.ledger_delta(), "meters": meters})
 
     def rollout_meters(self, batch: list[Group]) -> dict[str, float]:
         """``rollout/*`` of a batch."""
@@ -1224,10 +1166,8 @@ class Node:
         ledger, sampled, pending = self.ledger, self.router.sampled, self.scheduler.pending
         dropped = sum(ledger.dropped.values())
         if sampled != ledger.handed + dropped + pending:
-            self.fail(
-                f"ledger: sampled {sampled} != handed {ledger.handed} + dropped {dict(ledger.dropped)} "
-                f"+ pending {pending}"
-            )
+            right = f"handed {ledger.handed} + dropped {dict(ledger.dropped)} + pending {pending}"
+            self.fail(f"ledger: sampled {sampled} != {right}")
             raise RuntimeError(self.failure)
         before = self.snapshot
         self.snapshot = {"sampled": sampled, "pending": pending, "dropped": Counter(ledger.dropped)}
@@ -1241,31 +1181,24 @@ class Node:
     async def rows(self, request: web.Request) -> web.Response:
         """POST {ids}: those rows of the last manifest, as safetensors bytes."""
         ids = (await request.json())["ids"]
-        return web.Response(
-            body=pack_rows([self.handed[name] for name in ids]), content_type="application/octet-stream"
-        )
+        return web.Response(body=pack_rows([self.handed[name] for name in ids]))
 
     async def evaluate(self, request: web.Request) -> web.Response:
         """POST {limit, temperature}: one rollout per task of the "eval" split, at the current version."""
         asked = await request.json()
         sampling = Sampling(asked["temperature"], 1.0, self.cfg.max_tokens, fixed=False)
         tasks = list(islice(self.player.agent.tasks("eval", self.cfg.seed), asked["limit"]))
-        rollouts = await asyncio.gather(
-            *(self.player.play(task, f"eval-{index}", -1, sampling, "eval") for index, task in enumerate(tasks))
-        )
-        self.player.release(rollouts)
-        self.ledger.dropped["eval"] += sum(rollout.sampled for rollout in rollouts)
+        plays = (self.player.play(task, f"eval-{index}", -1, sampling, "eval") for index, task in enumerate(tasks))
+        rollouts = await asyncio.gather(*plays)
+        self.ledger.dropped["eval"] += sum(rollout.sampled for rollout in self.player.release(rollouts))
         scored = [rollout for rollout in rollouts if rollout.status in TRAINABLE]
+        if not self.router.fit:
+            return web.json_response({"sync": True})
         if not scored:
             raise RuntimeError(f"no evaluation rollout succeeded: {dict(Counter(r.status for r in rollouts))}")
-        return web.json_response(
-            {
-                "version": self.router.version,
-                "reward": sum(rollout.reward for rollout in scored) / len(scored),
-                "rollouts": len(rollouts),
-                "failed": len(rollouts) - len(scored),
-            }
-        )
+        reward = sum(rollout.reward for rollout in scored) / len(scored)
+        return web.json_response({"version": self.router.version, "reward": reward, "rollouts": len(rollouts),
+                                  "failed": len(rollouts) - len(scored)})  # fmt: skip
 
     # -- weight sync, in the order the trainer calls it
 
@@ -1307,7 +1240,7 @@ class Node:
         engines = [f"{index}, start {self.router.starts[index]}" for index in members]
         return web.json_response({"engines": engines, "workers": len(members) * self.cfg.tensor_parallel})
 
-    async def start_update(self, request: web.Request) -> web.Response:
+    async def start(self, request: web.Request) -> web.Response:
         """The engines make ready to load."""
         await self.on_engines(lambda _, engine: engine.start_weight_update())
         return web.json_response({})
@@ -1318,7 +1251,7 @@ class Node:
         await self.on_engines(lambda _, engine: engine.update_weights(info))
         return web.json_response({})
 
-    async def finish_update(self, request: web.Request) -> web.Response:
+    async def use(self, request: web.Request) -> web.Response:
         """The engines put the weights to use. No old key or value may serve them: a failed cache reset raises."""
 
         async def put_to_use(place: int, engine: AsyncLLM) -> None:
@@ -1343,8 +1276,7 @@ class Node:
 
         await self.on_engines(sample)
         self.ledger.dropped["probe"] += sum(len(call.token_ids) for call in calls)
-        body = pack_rows([probe_row(call) for call in calls])
-        return web.Response(body=body, content_type="application/octet-stream")
+        return web.Response(body=pack_rows([probe_row(call) for call in calls]))
 
     async def commit(self, request: web.Request) -> web.Response:
         """The version becomes ``version`` (or stays, after the first probe); calls go on."""
@@ -1383,23 +1315,11 @@ def probe_row(call: Call) -> Row:
 
 def describe(group: Group) -> dict:
     """A group as the manifest lists it: enough for rank 0 to balance rows and compute advantages."""
-    return {
-        "group_id": group.group_id,
-        "rollouts": [
-            {
-                "rollout_id": rollout.rollout_id,
-                "task_id": rollout.task_id,
-                "status": rollout.status,
-                "reward": rollout.reward,
-                "rewards": rollout.rewards,
-                "rows": [
-                    {"row_id": row.row_id, "tokens": len(row), "sampled": int(row.sampled.sum())}
-                    for row in rollout.rows
-                ],
-            }
-            for rollout in group.rollouts
-        ],
-    }
+    same, rollouts = ("rollout_id", "task_id", "status", "reward", "rewards"), []
+    for one in group.rollouts:
+        rows = [{"row_id": row.row_id, "tokens": len(row), "sampled": int(row.sampled.sum())} for row in one.rows]
+        rollouts.append({name: vars(one)[name] for name in same} | {"rows": rows})
+    return {"group_id": group.group_id, "rollouts": rollouts}
 
 
 def end_ids(model: str, tokenizer) -> list[int]:

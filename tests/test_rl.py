@@ -1264,6 +1264,19 @@ def test_engines_that_are_back_are_given_weights_before_the_batch_is_whole():
     assert len(nodes.manifest(0)["rollouts"]) == 2
 
 
+def test_a_node_that_is_gone_before_its_batch_was_whole_owes_all_of_it():
+    """Node a had listed 10 tokens, and 2 were pending, when b asked for weights; the sync then finds a gone."""
+    nodes = nodes_that_answer({"a/manifest": [told_manifest(10, 2, 0)], "a/sync/begin": [GONE],
+                               "b/manifest": [{"sync": True}, told_manifest(5, 3, 1)], "b/sync/begin": [{}],
+                               "b/health": [{"sampled": 8}]})  # fmt: skip
+    assert nodes.manifest(0) is None
+    assert len(nodes.each("/sync/begin", {})) == 1
+    batch = nodes.manifest(0)
+    assert [rollout["url"] for rollout in batch["rollouts"]] == ["http://b"]
+    assert batch["ledger"] == {"sampled": 20, "pending_before": 0, "pending_after": 3, "dropped": {"node_lost": 12}}
+    assert nodes.sampled() == 20
+
+
 def test_one_node_answers_for_all_and_each_goes_on_without_those_that_are_gone():
     nodes = nodes_that_answer({"a/evaluate": [GONE], "b/evaluate": [{"reward": 0.5}], "b/finish": [{"x": 1}]})
     assert nodes.one("/evaluate", {}).json() == {"reward": 0.5}

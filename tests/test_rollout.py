@@ -648,9 +648,9 @@ class SyncEngine(FakeEngine):
         return True
 
 
-PHASES = {"connect": "init_weight_transfer_engine", "start_update": "start_weight_update", "update": "update_weights",
-          "finish_update": "finish_weight_update", "commit": "resume_generation"}  # fmt: skip
-ASKED = {"connect": {"rank_offset": 1}, "commit": {"version": 1}}
+PHASES = {"connect": "init_weight_transfer_engine", "start": "start_weight_update", "update": "update_weights",
+          "use": "finish_weight_update", "commit": "resume_generation"}  # fmt: skip
+ASKED = {"connect": {"rank_offset": 1}, "commit": {"version": 1}, "evaluate": {"temperature": 0.0, "limit": 1}}
 
 
 def synced_node(monkeypatch, engines: list) -> rollout.Node:
@@ -713,6 +713,32 @@ def test_a_sync_goes_on_without_an_engine_that_died_before_it_and_waits_when_tha
         assert not begin.done()
         node.router.revive(0, SyncEngine())
         assert (await begin)["engines"] == ["0, start 2"]
+
+    asyncio.run(scenario())
+
+
+def test_a_node_whose_engines_wait_for_weights_asks_for_a_sync(monkeypatch):
+    """Instead of a batch, and of an evaluation, which would both wait for ever; not while no engine is there."""
+    monkeypatch.setattr(rollout, "LONG_POLL_S", 0.05)
+
+    async def scenario():
+        node = synced_node(monkeypatch, [SyncEngine()])
+        node.scheduler.collect = lambda: None
+        lost = ended("eval-0", [0], "engine_error")
+        tasks = lambda split, seed: [agents.Task("t", {})]  # noqa: E731
+        node.player = SimpleNamespace(agent=SimpleNamespace(tasks=tasks), play=lambda *_: asyncio.sleep(0, lost),
+                                      release=lambda rollouts: rollouts)  # fmt: skip
+        manifest = lambda: node.manifest(SimpleNamespace(query={"version": "0"}))  # noqa: E731
+        assert (await manifest()).status == 204
+        node.router.lose(0)
+        assert (await manifest()).status == 204
+        node.router.revive(0, SyncEngine())
+        assert json.loads((await manifest()).text) == {"sync": True}
+        assert await ask(node, "evaluate") == {"sync": True}
+        await ask(node, "begin")
+        await ask(node, "commit")
+        with pytest.raises(RuntimeError, match=r"no evaluation rollout succeeded: \{'engine_error': 1\}"):
+            await ask(node, "evaluate")
 
     asyncio.run(scenario())
 
