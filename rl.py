@@ -912,9 +912,8 @@ def update(policy: Policy, optimizer, part: list[MicroBatch], terms: Terms, cfg:
 
 def token_loss(cfg: TrainConfig, scored: Scored, terms: Terms, kl_coef: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's loss before the denominator, ``[S]``, and where the surrogate's clip is active."""
-    loss_S, clipped_S = gate.surrogate(
-        cfg.surrogate, scored.logp_S, terms.proximal_S, terms.advantage_S, terms.weight_S, *clips(cfg), terms.log_rho_S
-    )
+    given = scored.logp_S, terms.proximal_S, terms.advantage_S, terms.weight_S
+    loss_S, clipped_S = gate.surrogate(cfg.surrogate, *given, *clips(cfg), terms.log_rho_S)
     if cfg.entropy_coef:
         loss_S = loss_S - cfg.entropy_coef * scored.entropy_S
     if kl_coef and cfg.kl_as == "loss":
@@ -930,9 +929,8 @@ def global_denominator(cfg: TrainConfig, ranks: Ranks, keep_S, rollout_S, group_
     """The one number a mini-batch's loss is divided by, over all ranks and micro-batches."""
     group_S = group_N.to(ranks.device)[rollout_S]
     kept_G = ranks.sum(gate.kept_per_group(keep_S, group_S, int(group_N.max()) + 1)).long().to(ranks.device)
-    local = gate.denominator(
-        cfg.denominator, keep_S, rollout_S, group_S, cfg.denominator_constant, kept_G=kept_G, world_size=ranks.world
-    )
+    by = cfg.denominator, keep_S, rollout_S, group_S, cfg.denominator_constant
+    local = gate.denominator(*by, kept_G=kept_G, world_size=ranks.world)
     return ranks.sum(local).to(ranks.device)
 
 
@@ -1141,13 +1139,11 @@ class Journal:
         self.append("metrics.jsonl", {name: value if value == value else None for name, value in m.items()})  # no NaN
         if self.writes:
             compared = f"kl {m['kl/k1']:.4f}  " if "kl/k1" in m else ""
-            print(
-                f"step {m['step']:4d}  reward {m['reward']:.3f}  {compared}lag {m['gate/lag_mean']:.2f}  "
-                f"gated {m['gate/gated']:6.1%}  mismatch {m['mismatch/mean']:.1e}  "
-                f"probe {m['sync/probe_max_abs_dlogp']:.1e}  {m['tokens_per_second']:6.0f} tok/s  "
-                f"generate {m['seconds/generate']:.2f} train {m['seconds/train']:.2f} sync {m['seconds/sync']:.2f} s",
-                flush=True,
-            )
+            print(f"step {m['step']:4d}  reward {m['reward']:.3f}  {compared}lag {m['gate/lag_mean']:.2f}  "
+                  f"gated {m['gate/gated']:6.1%}  mismatch {m['mismatch/mean']:.1e}  "
+                  f"probe {m['sync/probe_max_abs_dlogp']:.1e}  {m['tokens_per_second']:6.0f} tok/s  "
+                  f"generate {m['seconds/generate']:.2f} train {m['seconds/train']:.2f} "
+                  f"sync {m['seconds/sync']:.2f} s", flush=True)  # fmt: skip
             if m["rollout/truncated"] > 0.9:
                 log.warning("step %d: %.0f%% of the rollouts were truncated, so most rewards are of unfinished work; "
                             "raise the limit that cuts them", m["step"], 100 * m["rollout/truncated"])  # fmt: skip

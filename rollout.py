@@ -301,10 +301,9 @@ def engine_args(cfg: RolloutConfig, moe: bool, index: int) -> AsyncEngineArgs:
 
     Each engine has its own seed: two with one seed would sample the same answers to a group's shared prompt.
     """
-    same = ("model", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
     return AsyncEngineArgs(
-        **{name: vars(cfg)[name] for name in same},
-        tensor_parallel_size=cfg.tensor_parallel,
+        model=cfg.model, dtype=cfg.dtype, max_model_len=cfg.max_model_len, max_num_seqs=cfg.max_num_seqs,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, tensor_parallel_size=cfg.tensor_parallel,
         enforce_eager=cfg.device == "cpu",
         enable_prefix_caching=True,
         enable_return_routed_experts=moe,
@@ -314,13 +313,13 @@ def engine_args(cfg: RolloutConfig, moe: bool, index: int) -> AsyncEngineArgs:
         worker_extension_cls="rollout.WorkerExtension",
         seed=cfg.seed + 100_003 * index,
         disable_log_stats=True,
-    )
+    )  # fmt: skip
 
 
 def gpu_ids(cfg: RolloutConfig) -> list[str]:
     """The GPUs that the engines share out, as ``CUDA_VISIBLE_DEVICES`` spells them."""
     gpus = cfg.gpus.split(",") if cfg.gpus else [str(gpu) for gpu in range(cfg.engines * cfg.tensor_parallel)]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if cfg.device == "cuda" else None
     return [visible.split(",")[int(gpu)] for gpu in gpus] if visible else gpus
 
 
@@ -1231,7 +1230,8 @@ class Node:
 
     async def begin(self, request: web.Request) -> web.Response:
         """Close admission, keep partial outputs, and tell which engines take part and how many workers they have."""
-        async with asyncio.timeout(self.cfg.sync_timeout_s):
+        drain_s = 0.0 if self.cfg.partial_rollouts else self.cfg.call_timeout_s
+        async with asyncio.timeout(self.cfg.sync_timeout_s + drain_s):
             await self.router.pause()
         while not self.router.members:  # until one that is being started is there; the trainer's request has a deadline
             await asyncio.sleep(0.1)

@@ -165,10 +165,10 @@ async def run_program(command: Sequence[str], given: bytes, time_limit_s: float,
                       output_limit: int = 2**20) -> tuple[bytes, bytes, int]:  # fmt: skip
     """Run a program with ``given`` on its standard input: its standard output, standard error, and exit status.
 
-    It has a process group of its own, which ends with it, whatever happens; ``INSTAR_*`` is not in its environment,
-    ``env`` is. Raises ``TimeoutError``, and ``RuntimeError`` for more than ``output_limit`` bytes of either output.
+    It has a process group of its own, which ends with it, whatever happens; ``env`` is in its environment, ``INSTAR_*``
+    never. Raises ``TimeoutError``, and ``RuntimeError`` for more than ``output_limit`` bytes of either output.
     """
-    env = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR_")} | dict(env or {})
+    env = {name: value for name, value in (os.environ | dict(env or {})).items() if not name.startswith("INSTAR_")}
     with tempfile.TemporaryFile() as file:  # not a pipe: a program need not read what it is given
         file.write(given)
         file.seek(0)
@@ -218,33 +218,40 @@ CHILDREN = asyncio.Semaphore(os.cpu_count() or 1)
 async def in_child(function: Callable, *args: Any, time_limit_s: float) -> Any:
     """``function(*args)`` in a process of its own: code that blocks, crashes or never returns costs its own rollout.
 
-    The function stands at the top of a file (it is found by file and name there); arguments and result are what JSON
-    holds. Waiting for a core does not count against the limit. Raises ``TimeoutError`` at it, and ``RuntimeError`` with
-    the last words of a function that raises or a process that dies.
+    The function stands at the top of a file or in a class there, where the child finds it by name; arguments and result
+    are what JSON holds. Waiting for a core does not count against the limit. Raises ``TimeoutError`` at it, and
+    ``RuntimeError`` with the error of a function that raises, or the status and last words of a process that dies.
 
     >>> reward = await in_child(grade, answer, time_limit_s=10)  # doctest: +SKIP
     """
-    if "<" in function.__qualname__:
-        raise ValueError(f"in_child takes a function at the top of a file, not {function.__qualname__}")
-    call = json.dumps([inspect.getfile(function), function.__qualname__, args]).encode()
-    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])}
+    plain = inspect.unwrap(function)
+    if not inspect.isfunction(plain) or "<" in plain.__qualname__:  # a bound method would come without its self
+        raise ValueError(f"in_child takes a function at the top of a file, not {function!r}")
+    where = plain.__module__ if plain.__globals__.get("__package__") else inspect.getfile(plain)
+    call = json.dumps([where, plain.__qualname__, args]).encode()
+    path = [str(Path(__file__).parent.parent), *map(str, sys.path)]  # not PYTHONPATH: its programs would inherit that
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {path}; import agents; agents.answer()"]
     async with CHILDREN:
-        command = [sys.executable, "-c", "import agents; agents.answer()"]
-        out, err, status = await run_program(command, call, time_limit_s, env)
-    if status:
-        last = (err.decode(errors="replace").strip().splitlines() or ["nothing on standard error"])[-1]
-        raise RuntimeError(f"{function.__qualname__} ended with status {status}: {last}")
-    return json.loads(out)
+        out, err, status = await run_program(command, call, time_limit_s)
+    last = (err.decode(errors="replace").strip().splitlines() or ["nothing on standard error"])[-1]
+    result, error = json.loads(out) if out and not status else (None, f"ended with status {status}: {last}")
+    if error:
+        raise RuntimeError(f"{plain.__qualname__} {error}")
+    return result
 
 
 def answer() -> None:
-    """The child of ``in_child``: what the function prints goes to standard error, its result alone to the output."""
+    """The child of ``in_child``: what the function prints goes to standard error, its result or error to the output."""
     end_with_parent()
-    file, name, args = json.load(sys.stdin)
+    where, name, args = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    json.dump(functools.reduce(getattr, name.split("."), module_of(file))(*args), out)
-    out.flush()
+    try:
+        module = module_of(where) if where.endswith(".py") else importlib.import_module(where)
+        said = json.dumps([functools.reduce(getattr, name.split("."), module)(*args), None])
+    except Exception as error:  # the function's: told in one line
+        said = json.dumps([None, " ".join(f"raised {type(error).__name__}: {error}".split())])
+    print(said, file=out, flush=True)
 
 
 def module_of(path: str) -> ModuleType:
@@ -272,9 +279,7 @@ def load(path: str) -> type[AgentRunner]:
         raise ValueError(f"agent file {path} does not import: {type(error).__name__}: {error}") from error
     runner = vars(module).get("AgentRunner")
     if not (isinstance(runner, type) and issubclass(runner, AgentRunner)):
-        raise ValueError(
-            f"{path} must export a class named AgentRunner (a subclass of Env or ChatAgent), got {runner!r}"
-        )
+        raise ValueError(f"{path} must export a class AgentRunner (a subclass of Env or ChatAgent), got {runner!r}")
     if inspect.isabstract(runner):
         raise ValueError(f"AgentRunner in {path} does not define {', '.join(sorted(runner.__abstractmethods__))}")
     return runner

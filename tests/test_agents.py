@@ -17,9 +17,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import agent_graders
 import anthropic
@@ -470,7 +472,7 @@ def test_a_function_runs_in_a_child_wherever_it_stands(monkeypatch):
 
 
 @pytest.mark.parametrize(("function", "words"), [
-    (agent_graders.fails, r"fails ended with status 1: problem"),
+    (agent_graders.fails, r"^fails raised ValueError: no such problem$"),
     (agent_graders.crashes, r"crashes ended with status -6"),
 ])  # fmt: skip
 def test_a_child_that_fails_is_an_error_with_its_last_words(function, words):
@@ -478,16 +480,88 @@ def test_a_child_that_fails_is_an_error_with_its_last_words(function, words):
         graded(function)
 
 
-def test_a_function_that_cannot_be_found_again_is_refused():
-    for function in (lambda: 1, said("a"), graded.__class__.__call__):
-        with pytest.raises((ValueError, TypeError)):
+GRADER = """
+import functools, os, subprocess, sys
+
+def quits():
+    os._exit(0)
+
+def notes():
+    print("what it prints is not its error")
+    error = KeyError("k")
+    error.add_note("a note")
+    raise error
+
+def exits():
+    sys.exit("so it says")
+
+@functools.lru_cache
+def cached(a):
+    return a
+
+def path():
+    return os.environ.get("PYTHONPATH")
+
+class Held:
+    def bound(self, a=1):
+        return a
+"""
+
+
+def grader(folder: Path, name: str = "grader"):
+    """The module that a user's file makes."""
+    (folder / f"{name}.py").write_text(GRADER)
+    return agents.module_of(str(folder / f"{name}.py"))
+
+
+def test_a_child_that_ends_without_a_result_says_so_and_an_error_is_told_by_type(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    module = grader(tmp_path)
+    for function, words in (
+        (module.quits, "^quits ended with status 0: nothing on standard error$"),
+        (module.notes, "^notes raised KeyError: 'k'$"),
+        (module.exits, "^exits ended with status 1: so it says$"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
             graded(function)
 
 
-def test_a_child_that_never_returns_is_killed_at_its_deadline_and_what_it_started_too(tmp_path):
-    with pytest.raises(TimeoutError):
-        graded(agent_graders.never, str(tmp_path), limit=5)
+def test_a_child_finds_decorated_functions_and_packages_whatever_stands_in_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/as/it/was")
+    (tmp_path / "agents.py").write_text("raise SystemExit('not these')")
+    module = grader(tmp_path)
+    assert graded(module.cached, 3) == 3
+    assert graded(module.path) == "/as/it/was", "programs of the grader's own keep their own libraries"
+    assert graded(json.dumps, [1]) == "[1]"
+    assert graded(ElementTree.iselement, 1) is False, "its module imports by relative names"
+
+
+def test_a_function_that_cannot_be_found_again_is_refused(tmp_path):
+    bound = grader(tmp_path).Held().bound
+    for function in (lambda: 1, said("a"), len, partial(agent_graders.add, 1), bound):
+        with pytest.raises(ValueError, match="takes a function at the top of a file"):
+            graded(function)
+
+
+def test_a_child_that_never_returns_is_killed_at_its_deadline_and_what_it_started_too(tmp_path, monkeypatch):
+    """The one that waits for its place has all of its own time."""
+    monkeypatch.setattr(agents, "CHILDREN", asyncio.Semaphore(1))
+
+    async def go():
+        stuck = agents.in_child(agent_graders.never, str(tmp_path), time_limit_s=5)
+        return await asyncio.gather(
+            stuck, agents.in_child(agent_graders.add, 1, 1, time_limit_s=5), return_exceptions=True
+        )
+
+    stuck, added = asyncio.run(go())
+    assert isinstance(stuck, TimeoutError) and added == 2
     assert gone(tmp_path)
+
+
+def test_a_program_never_sees_our_secrets_even_if_asked_to():
+    out, _, status = asyncio.run(agents.run_program(["env"], b"", 60, {"INSTAR_SECRET": "s", "SHOWN": "1"}))
+    assert status == 0 and b"SHOWN=1" in out and b"INSTAR_" not in out
 
 
 def test_a_cancelled_caller_leaves_no_child(tmp_path):
