@@ -65,6 +65,8 @@ from typing import Any
 
 # vLLM's default on a GPU is to fork, which is not safe beside threads and would register the gloo backend twice.
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+# Python's tracker of shared memory would have the last word of a node that fails, after the cause.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
 
 import numpy as np
 import torch
@@ -1049,8 +1051,7 @@ class Node:
         """Put another engine in the place of one that died or hangs, for ever."""
         while True:
             await asyncio.sleep(1.0)
-            fault = await self.fault(self.engines[index])
-            if not fault:
+            if not (fault := await self.fault(self.engines[index])):
                 continue
             self.router.lose(index)
             if self.restarts == self.cfg.engine_restarts:
@@ -1230,8 +1231,7 @@ class Node:
 
     async def begin(self, request: web.Request) -> web.Response:
         """Close admission, keep partial outputs, and tell which engines take part and how many workers they have."""
-        drain_s = 0.0 if self.cfg.partial_rollouts else self.cfg.call_timeout_s
-        async with asyncio.timeout(self.cfg.sync_timeout_s + drain_s):
+        async with asyncio.timeout(self.cfg.sync_timeout_s + self.cfg.call_timeout_s * (not self.cfg.partial_rollouts)):
             await self.router.pause()
         while not self.router.members:  # until one that is being started is there; the trainer's request has a deadline
             await asyncio.sleep(0.1)
