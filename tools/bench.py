@@ -17,14 +17,19 @@ replay_cost  what replay costs the trainer: a forward and backward pass of one p
            bytes: of a row on the wire, and of the tensors that a micro-batch holds for replay.
 replay_training  what replay does to training: recipe toy_moe_bf16 with replay and without, from the same seeds, through
            run_2x8.sh (ten minutes on two cores). Means over the seeds and over windows of steps.
-lag        what asynchrony buys where one rollout in eight has twenty turns and the others one (tools/long_tail.py): the
-           toy through run_2x8.sh with one trainer rank and one engine, a core each, at max_lag 0, 1, 2 and 4, with
-           partial rollouts and without (a quarter of an hour on two cores). Seconds are means over the steps; left out
-           are the first three, and the last ones, for which everything is sampled already. The ideal is the longer of
-           generating and training, each as long as it takes at max_lag 0, where neither waits for the other's core.
-affinity   the prefix cache under two engines: sessions of a dozen turns with short pauses, each engine's share of the
-           calls, and the share of prompt tokens found in the engines' caches; with sessions that stay with their engine
-           (--affinity_factor 4) and with calls that go to the idler one (1).
+lag        what asynchrony buys where one rollout in eight has twenty turns and the others one (tools/long_tail.py): an
+           untrained toy, whose answers are all cut at eight tokens, so that steps and runs are as much work; through
+           run_2x8.sh with one trainer rank and one engine, at max_lag 0, 1, 2 and 4, with partial rollouts and without
+           (twelve minutes on two cores). Means over the steps of a run, then medians over the runs; left out are
+           the steps until rollouts of every age within the bound are there. The ideal is the longer of generating, and
+           training and syncing, each as long as it takes at max_lag 0, where neither waits for the other's core. It is
+           no bound: under a lag, what is long in one step is sampled beside the next step's rollouts. Nor is it within
+           reach of two cores, of which the engine's own scheduler and the node take some. Only a run that had the
+           machine to itself compares: the last column says what other work took of it.
+affinity   the prefix cache under two engines: sessions of a dozen turns with short pauses, which send a hundred tokens
+           more each turn; the share of prompt tokens found in the engines' caches, and the first engine's share of all
+           tokens; with sessions that stay with their engine (--affinity_factor 4) and with calls that go to the idler
+           one (1). The most that can be found are the whole blocks of what the session sent before.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -346,56 +352,105 @@ def replay_training() -> None:
     print("held-out reward after:", {"replayed" if arm else "live": [after for _, after in arms[arm]] for arm in arms})
 
 
-LAG_STEPS = 20
+# ---------------------------------------------------------------------------------------- lag, affinity
+
+CONTEXT = 2048
+
+
+def untrained(folder: str) -> str:
+    """The toy with random weights, which seldom ends its turn, in ``folder``."""
+    model = toy.untrained(moe=False, seed=0)
+    model.config.max_position_embeddings = CONTEXT
+    model.save_pretrained(folder)
+    toy.tokenizer().save_pretrained(folder)
+    return folder
+
+
 LAGS = [(0, True), *((lag, partial) for lag in (1, 2, 4) for partial in (True, False))]
+REPEATS, WARM, MEASURED = 1, 2, 10
+"""Runs of each; steps left out of a run, besides ``max_lag``, and steps measured."""
+MEANS = ("seconds/generate", "seconds/train", "seconds/sync", "rollout/engines_idle", "gate/lag_mean", "gate/ess",
+         "rollout/reprefilled_tokens")  # fmt: skip
 
 
-def lagged(lag: int, partial: bool) -> dict[str, float]:
-    """Means over the steps of a run under a bound."""
-    run = f"bench-{os.getpid()}-lag-{lag}-{partial}"
-    asked = {"RUN": run, "RECIPE": "../tools/long_tail", "STEPS": str(LAG_STEPS), "TRAINER_RANKS": "1",
-             "LAG": str(lag), "PARTIAL": str(partial)}  # fmt: skip
+def lines(path: Path) -> list[dict]:
+    """A file of JSON lines."""
+    return list(map(json.loads, path.read_text().splitlines()))
+
+
+def busy_s() -> float:
+    """CPU seconds that this machine has spent since it started, whatever on."""
+    user, nice, system = Path("/proc/stat").read_text().split()[1:4]
+    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def lagged(model: str, lag: int, partial: bool, seed: int) -> dict[str, float]:
+    """What a run under a bound came to: means over its measured steps, and the share dropped as stale."""
+    run, left_out = f"bench-{os.getpid()}-lag-{lag}-{partial}-{seed}", WARM + lag
+    asked = {"RUN": run, "RECIPE": "../tools/long_tail", "SEED": str(seed), "STEPS": str(left_out + MEASURED),
+             "MODEL": model, "ENGINES": "1", "TRAINER_RANKS": "1", "LAG": str(lag),
+             "PARTIAL": str(partial)}  # fmt: skip
+    before, busy = os.times(), busy_s()
     subprocess.run(["bash", "run_2x8.sh"], env=os.environ | asked, stdout=subprocess.DEVNULL, check=True)
-    metrics = list(map(json.loads, (Path("runs") / run / "metrics.jsonl").read_text().splitlines()))[3 : -1 - lag]
-    found = {name: statistics.mean(line.get(name, 0.0) for line in metrics)
-             for name in ("seconds/generate", "seconds/train", "seconds/sync", "rollout/engines_idle", "gate/ess",
-                          "rollout/reprefilled_tokens", "gate/lag_mean", "rollout/dropped/stale")}  # fmt: skip
-    return found | {"seconds": sum(found[f"seconds/{part}"] for part in ("generate", "train", "sync"))}
+    after, busy = os.times(), busy_s() - busy
+    own = after.children_user + after.children_system - before.children_user - before.children_system
+    metrics, ledger = (lines(Path("runs") / run / name)[left_out:] for name in ("metrics.jsonl", "ledger.jsonl"))
+    found = {name: statistics.mean(line[name] for line in metrics) for name in MEANS}
+    found["trained"] = found["seconds/train"] + found["seconds/sync"]
+    found["seconds"] = found["seconds/generate"] + found["trained"]
+    found["others"] = (busy - own) / (after.elapsed - before.elapsed)
+    found["waits"] = found["seconds/generate"] / found["seconds"]
+    ledger = ledger[:MEASURED]  # its last line is of the end
+    stale, probe = (sum(line["dropped"].get(reason, 0) for line in ledger) for reason in ("stale", "probe"))
+    return found | {"stale": stale / (sum(line["sampled"] for line in ledger) - probe)}
 
 
 def lag() -> None:
     """Prints the table of what asynchrony buys."""
+    runs: dict[tuple[int, bool], list[dict]] = {arm: [] for arm in LAGS}
+    with TemporaryDirectory() as folder:
+        untrained(folder)
+        for seed in range(REPEATS):  # in turn, so that whatever else the machine does meets all of them
+            for arm in LAGS:
+                runs[arm].append(lagged(folder, *arm, seed))
+    medians = {arm: {name: statistics.median(run[name] for run in found) for name in found[0]}
+               for arm, found in runs.items()}  # fmt: skip
+    alone = medians[LAGS[0]]
+    ideal = max(alone["seconds/generate"], alone["trained"])
+    print(f"64 rollouts a step; alone, generating takes {alone['seconds/generate']:.2f} s, training and syncing "
+          f"{alone['trained']:.2f} s; medians of {REPEATS} runs, means of {MEASURED} steps each")  # fmt: skip
     body = []
-    for bound, partial in LAGS:
-        run = lagged(bound, partial)
-        if bound == 0:
-            ideal = max(run["seconds/generate"], run["seconds/train"] + run["seconds/sync"])
-        body.append([f"{bound}", ("yes" if partial else "no") if bound else "–", f"{run['seconds']:.2f}",
-                     f"{run['seconds'] / ideal:.2f}", f"{run['seconds/generate'] / run['seconds']:.0%}",
-                     f"{run['rollout/engines_idle']:.0%}", f"{run['seconds/sync']:.2f}", f"{run['gate/lag_mean']:.2f}",
-                     f"{run['rollout/reprefilled_tokens']:.0f}", f"{run['rollout/dropped/stale']:.0f}",
-                     f"{run['gate/ess']:.4f}"])  # fmt: skip
-    print(f"the toy, {LAG_STEPS} steps of 64 rollouts; ideal: {ideal:.2f} s a step")
-    table(["max_lag", "partial rollouts", "seconds a step", "of the ideal", "trainer waits", "engine idle", "sync, s",
-           "mean lag", "tokens prefilled again", "dropped as stale", "effective sample size"], body)  # fmt: skip
+    for (bound, partial), m in medians.items():
+        spread = sorted(run["seconds"] for run in runs[bound, partial])
+        body.append([f"{bound}", ("yes" if partial else "no") if bound else "–", f"{m['seconds']:.2f}",
+                     f"{spread[0]:.2f} to {spread[-1]:.2f}", f"{m['seconds'] / ideal:.2f}", f"{m['waits']:.0%}",
+                     f"{m['rollout/engines_idle']:.0%}", f"{m['seconds/train']:.2f}", f"{m['seconds/sync']:.2f}",
+                     f"{m['gate/lag_mean']:.2f}", f"{m['gate/ess']:.3f}", f"{m['rollout/reprefilled_tokens']:.0f}",
+                     f"{m['stale']:.1%}", f"{m['others']:.1f}"])  # fmt: skip
+    table(["max_lag", "partial rollouts", "seconds a step", "of the runs", "of the ideal", "trainer waits",
+           "engine idle", "train, s", "sync, s", "mean lag", "effective sample size", "tokens prefilled again a step",
+           "dropped as stale", "cores that others took"], body)  # fmt: skip
 
 
-TALKERS, TALKS = 16, 12
+TALKERS, TALKS, BLOCK = 16, 12, 128
+"""Sessions, their turns, and the tokens of a block of the CPU engine's cache."""
 
 
-async def talk(router, name: str, rng: random.Random) -> list[int]:
-    """One session's calls, each with the history of those before and forty new tokens; the engines they went to."""
-    history, engines = rng.choices(range(256), k=100), []
+async def talk(router, name: str, rng: random.Random) -> list[tuple[int, int, int]]:
+    """One session: of each call the engine, the tokens sent and sampled, and of those how many could be cached."""
+    history, done, known = rng.choices(range(256), k=100), [], 0
     for turn in range(TALKS):
         call = Call(turn, "bench", list(history), 32, 1.0, 1.0, name)
         await router.generate(call)
-        engines += call.engines
-        history += call.token_ids + rng.choices(range(256), k=40)
+        history += call.token_ids
+        done.append((call.engines[0], len(history), known // BLOCK * BLOCK))
+        known = len(history) - 1  # the last token was never forwarded
+        history += rng.choices(range(256), k=68)
         await asyncio.sleep(rng.uniform(0, 0.1))
-    return engines
+    return done
 
 
-async def talks(cfg, engines: list, factor: float) -> list[str]:
+async def talks(cfg, engines: list, factor: float, seed: int) -> list[str]:
     """A line of the table."""
     import rollout
 
@@ -403,16 +458,16 @@ async def talks(cfg, engines: list, factor: float) -> list[str]:
     for engine in engines:
         await engine.reset_prefix_cache()
     began = time.monotonic()
-    went = await asyncio.gather(*(talk(router, f"{i}", random.Random(i)) for i in range(TALKERS)))
+    names = [f"{seed}-{number}" for number in range(TALKERS)]
+    sessions = await asyncio.gather(*(talk(router, name, random.Random(name)) for name in names))
     seconds = time.monotonic() - began
-    on_first = [engines.count(0) for engines in went]
-    return [
-        f"{factor:g}",
-        f"{router.prompts['cached'] / router.prompts['sent']:.1%}",
-        f"{seconds:.1f}",
-        f"{sum(on_first) / TALKERS / TALKS:.0%}",
-        f"{statistics.mean(min(n, TALKS - n) for n in on_first):.1f}",
-    ]
+    calls = [call for session in sessions for call in session]
+    moves = sum(one[0] != two[0] for session in sessions for one, two in pairwise(session))
+    on_first = sum(tokens for engine, tokens, _ in calls if engine == 0)
+    sent = router.prompts["sent"]
+    return [f"{factor:g}", f"{router.prompts['cached'] / sent:.1%}", f"{sum(most for *_, most in calls) / sent:.1%}",
+            f"{seconds:.1f}", f"{on_first / sum(tokens for _, tokens, _ in calls):.0%}",
+            f"{moves / TALKERS:.1f}"]  # fmt: skip
 
 
 def affinity() -> None:
@@ -420,21 +475,21 @@ def affinity() -> None:
     import rollout
 
     async def go() -> list[list[str]]:
+        engines = []
         with TemporaryDirectory() as folder:
-            toy.untrained(False, seed=0).save_pretrained(folder)
-            toy.tokenizer().save_pretrained(folder)
-            cfg = rollout.RolloutConfig(model=folder, engines=2, max_tokens=32, max_model_len=1024)
-            engines = [await asyncio.to_thread(rollout.start_engine, cfg, False, i, []) for i in range(2)]
+            cfg = rollout.RolloutConfig(model=untrained(folder), engines=2, max_tokens=32, max_model_len=CONTEXT)
             try:
-                await talks(cfg, engines, 4.0)  # warm-up
-                return [await talks(cfg, engines, factor) for factor in (4.0, 1.0, 4.0, 1.0)]
+                for index in range(cfg.engines):
+                    engines.append(await asyncio.to_thread(rollout.start_engine, cfg, False, index, []))
+                await talks(cfg, engines, 4.0, -1)  # warm-up
+                return [await talks(cfg, engines, factor, seed) for seed in range(2) for factor in (4.0, 1.0)]
             finally:
                 for engine in engines:
                     engine.shutdown()
 
-    print(f"{TALKERS} sessions of {TALKS} turns, two engines; blocks of 128 tokens are cached")
-    table(["affinity_factor", "prompt tokens found in a cache", "seconds", "calls to the first engine",
-           "a session's calls away from home"], asyncio.run(go()))  # fmt: skip
+    print(f"{TALKERS} sessions of {TALKS} turns, two engines; blocks of {BLOCK} tokens are cached")
+    table(["affinity_factor", "prompt tokens found in a cache", "the most that can be", "seconds",
+           "tokens of the first engine", "moves of a session"], asyncio.run(go()))  # fmt: skip
 
 
 BENCHES = {"loopback": loopback, "replay": replay, "replay_cost": replay_cost, "replay_training": replay_training,
