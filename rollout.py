@@ -96,6 +96,7 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 import agents
 import gate
@@ -313,6 +314,8 @@ def engine_args(cfg: RolloutConfig, moe: bool, index: int) -> AsyncEngineArgs:
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend="nccl" if cfg.device == "cuda" else "gloo"),
         worker_extension_cls="rollout.WorkerExtension",
+        # vLLM would add a process that spins while it waits, to bind threads to cores; here an engine has one thread.
+        distributed_executor_backend=UniProcExecutor if cfg.device == "cpu" else None,
         seed=cfg.seed + 100_003 * index,
         disable_log_stats=True,
     )  # fmt: skip
@@ -332,7 +335,7 @@ def start_engine(cfg: RolloutConfig, moe: bool, index: int, gpus: list[str]) -> 
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     else:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cfg.kv_cache_gib))
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(index % os.cpu_count())
+        os.environ["OMP_NUM_THREADS"] = "1"
     log.info("starting engine %d of %d", index + 1, cfg.engines)
     return AsyncLLM.from_engine_args(engine_args(cfg, moe, index))
 

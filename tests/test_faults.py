@@ -63,14 +63,14 @@ def test_engines_that_die_and_hang_are_replaced_and_agents_may_fail_in_every_way
     wait_for(lambda: steps_of(log) >= 2, 200)
     first, second = engines_of(f"RUN={run.name}")
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: steps_of(log) >= 4, 60)
+    wait_for(lambda: steps_of(log) >= 4, 120)
     os.kill(second, signal.SIGSTOP)
-    out = run.end(240)
+    out = run.end(400)
     assert run.process.returncode == 0, out + (run.folder / "rollout.log").read_text()[-3000:]
     metrics, dropped = lines(run.folder / "metrics.jsonl"), check_account(run.folder)
     said = (run.folder / "rollout.log").read_text()
     assert "engine 0 died: it is started again" in said
-    assert "engine 1 gave no sign of life for 4 s: it is started again" in said
+    assert "engine 1 gave no sign of life for 10 s: it is started again" in said
     assert metrics[-1]["rollout/engine_restarts"] == 2
     assert "'0, start 2'" in log.read_text(), "the engine that was started again has joined a weight sync"
     assert all(line["sync/probe_max_abs_dlogp"] < 1e-4 for line in metrics)
