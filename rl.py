@@ -32,7 +32,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -50,13 +50,21 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    HfArgumentParser,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 import gate
 import moe_replay
 from agents import end_with_parent
-from loopback import TRAINABLE, Row, unpack_rows
+from loopback import TRAINABLE, Row, image_ids, picture, unpack_rows
 
 log = logging.getLogger("rl")
 
@@ -531,7 +539,13 @@ class Policy(nn.Module):
 
     def __init__(self, cfg: TrainConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype, attn_implementation=cfg.attention)
+        self.unsaid = image_ids(AutoConfig.from_pretrained(cfg.model).to_dict())
+        kind = AutoModelForImageTextToText if self.unsaid else AutoModelForCausalLM
+        self.model = kind.from_pretrained(cfg.model, dtype=dtype, attn_implementation=cfg.attention)
+        self.eyes = AutoImageProcessor.from_pretrained(cfg.model) if self.unsaid else None
+        """Makes a picture pixels, as the engine's does."""
+        if self.eyes:  # what sees is not trained: a rank whose rows hold no image would owe its gradients to the others
+            self.model.base_model.visual.requires_grad_(False)
         self.head_chunk, self.value_head = cfg.head_chunk, None
         if cfg.advantage == "gae":
             self.value_head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
@@ -551,21 +565,46 @@ class Policy(nn.Module):
         return self(two, two, two[:1], two[1:], torch.ones(1, device=two.device))
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, before_S: torch.Tensor, target_S: torch.Tensor,
-                temperature_S: torch.Tensor) -> Scored:  # fmt: skip
+                temperature_S: torch.Tensor, rows: Sequence[Row] = ()) -> Scored:  # fmt: skip
         """Log-prob, entropy and value of ``target_S`` after positions ``before_S``, at each row's temperature.
 
         Positions restart at 0 where a row starts, and there is no attention mask: that is how transformers knows
         packed rows from one long one (an all-ones mask would join them).
         """
-        body = self.model.base_model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
+        seen = self.look(positions_T, rows) if self.eyes else {"position_ids": positions_T[None]}
+        body = self.model.base_model(input_ids=ids_T[None], use_cache=False, **seen)
         hidden_SD = body.last_hidden_state[0, before_S]
         chunks = zip(*(x.split(self.head_chunk) for x in (hidden_SD, target_S, temperature_S)), strict=True)
         pieces = [checkpoint(self.head, *chunk, use_reentrant=False) for chunk in chunks]
         return Scored(*map(torch.cat, zip(*pieces, strict=True)))
 
+    def look(self, positions_T: torch.Tensor, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """The pixels of packed rows' images, and positions ``[4, 1, T]``: in the text, in time, height and width.
+
+        Raises ``ValueError`` where a row's images are not as long as the engine made them.
+        """
+        positions, found, start = positions_T.expand(4, 1, -1).clone(), [], 0
+        for row in rows:
+            ids_T = torch.from_numpy(row.token_ids).long()[None]
+            image_T, length = ids_T == self.model.config.image_token_id, 0
+            if row.images:
+                found.append(self.eyes(images=[picture(uri) for uri in row.images], return_tensors="pt"))
+                grid = found[-1]["image_grid_thw"]
+                length = int(grid.prod(1).sum()) // self.eyes.merge_size**2
+                places, _ = self.model.base_model.get_rope_index(ids_T, image_T.int(), image_grid_thw=grid)
+                positions[1:, :, start : start + len(row)] = places
+            if length != int(image_T.sum()):
+                raise ValueError(f"row {row.row_id!r} has {int(image_T.sum())} image tokens, its images would make {length}: "
+                                 "the engine's image processor is another one")  # fmt: skip
+            start += len(row)
+        pixels = {name: torch.cat([one[name] for one in found]) for name in ("pixel_values", "image_grid_thw") if found}
+        return {"position_ids": positions} | {name: value.to(positions.device) for name, value in pixels.items()}
+
     def head(self, hidden_SD: torch.Tensor, target_S: torch.Tensor, temperature_S: torch.Tensor):
         """The head on one chunk; its logits die with the chunk and are computed again in the backward pass."""
         logits_SV = self.model.get_output_embeddings()(hidden_SD)
+        if self.unsaid:
+            logits_SV = logits_SV.index_fill(1, torch.tensor(self.unsaid, device=logits_SV.device), -1e4)
         logp_S, entropy_S = gate.token_logprobs(logits_SV, target_S, temperature_S)
         value_S = self.value_head(hidden_SD)[:, 0].to(logp_S) if self.value_head else torch.zeros_like(logp_S)
         return logp_S, entropy_S, value_S
@@ -579,7 +618,7 @@ def shard(policy: Policy, cfg: TrainConfig, ranks: Ranks) -> Policy:
     """
     policy.to(ranks.device)
     mixed = MixedPrecisionPolicy(vars(torch)[cfg.dtype], torch.float32, cast_forward_inputs=False)
-    for module in list(policy.modules()):
+    for module in list(policy.model.get_decoder().modules()):
         if type(module).__name__ in policy.model._no_split_modules:
             fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
     return fully_shard(policy, mesh=ranks.mesh, mp_policy=mixed, reshard_after_forward=True)
@@ -724,8 +763,6 @@ def fetch(manifest: dict, ranks: Ranks, nodes: Nodes) -> list[tuple[Row, int]]:
             continue
         if [row.row_id for row in rows] != list(owner):
             raise RuntimeError(f"asked {url} for rows {list(owner)}, got {[row.row_id for row in rows]}")
-        if pictured := [row.row_id for row in rows if row.images]:
-            raise ValueError(f"rows {pictured} hold images, which the trainer's forward does not take: train on text")
         fetched += [(row, owner[row.row_id]) for row in rows]
     lost = [url for url, ranks_without in zip(urls, ranks.sum(gone), strict=True) if ranks_without]
     for url in lost:
@@ -764,7 +801,8 @@ def micro_batches(rows: list[tuple[Row, int]], cfg: TrainConfig, ranks: Ranks, r
 def run(policy: Policy, batch: MicroBatch, replay, metered: bool = False):
     """The forward of a micro-batch, and the context its backward pass must stay in."""
     context = replay.use(batch.experts_LTK, batch.known_T, metered) if replay else nullcontext()
-    return context, lambda: policy(batch.ids_T, batch.positions_T, batch.before_S, batch.target_S, batch.temperature_S)
+    named = ("ids_T", "positions_T", "before_S", "target_S", "temperature_S", "rows")
+    return context, lambda: policy(**{name: vars(batch)[name] for name in named})
 
 
 @torch.no_grad()
@@ -1008,9 +1046,10 @@ class Syncer:
         self.cfg, self.ranks, self.nodes, self.policy, self.replay = cfg, ranks, nodes, policy, replay
         self.weights = Weights(policy, vars(torch)[cfg.dtype])
         self.worst = self.seconds = 0.0
-        vocabulary = policy.model.config.get_text_config().vocab_size
+        vocabulary = range(policy.model.config.get_text_config().vocab_size)
+        ids = [token for token in vocabulary if token not in policy.unsaid]
         rng = random.Random(cfg.seed)
-        self.prompts = [[rng.randrange(vocabulary) for _ in range(24)] for _ in range(cfg.probe_prompts)]
+        self.prompts = [rng.choices(ids, k=24) for _ in range(cfg.probe_prompts)]
         self.members: list[tuple] = []
         """The engines of the transfer group, by node."""
 
@@ -1216,7 +1255,7 @@ def save_model(policy: Policy, cfg: TrainConfig, ranks: Ranks, path: Path) -> No
                 state[name] = tensor.cpu()
     if ranks.rank == 0:
         policy.model.save_pretrained(path, state_dict=state)
-        AutoTokenizer.from_pretrained(cfg.model).save_pretrained(path)
+        (AutoProcessor if policy.eyes else AutoTokenizer).from_pretrained(cfg.model).save_pretrained(path)
 
 
 # ------------------------------------------------------------------------------------------------- the loop

@@ -112,6 +112,7 @@ from loopback import (
     Template,
     WireError,
     identity_meters,
+    image_ids,
     pack_rows,
     picture,
 )
@@ -146,6 +147,8 @@ class RolloutConfig:
 
     model: str = flag("", "folder of the model (Hugging Face format) that the engines load at version 0")
     agent: str = flag("", "Python file that exports AgentRunner")
+    data: str = flag("", "the agent's train rows, where it makes none: a .jsonl file, .parquet files, a saved dataset")
+    eval_data: str = flag("", "its held-out rows, likewise")
     device: str = flag("cpu", "cpu or cuda")
     dtype: str = flag("float32", "the engines' dtype: float32, bfloat16, ...")
     engines: int = flag(1, "number of vLLM engines on this node")
@@ -182,7 +185,7 @@ def validate(cfg: RolloutConfig) -> None:
     """Refuse what cannot work, before anything starts. Raises ``ValueError`` with the values and the remedy."""
     if not (Path(cfg.model) / "config.json").is_file():
         raise ValueError(f"--model {cfg.model!r} holds no config.json; give a model folder (tools/toy.py builds one)")
-    agents.load(cfg.agent)
+    next(iter(load_agent(cfg).tasks("train", cfg.seed)), None)  # its rows are there
     if cfg.device not in ("cpu", "cuda"):
         raise ValueError(f"--device {cfg.device!r} must be cpu or cuda")
     if cfg.device == "cuda" and not torch.cuda.is_available():
@@ -203,6 +206,13 @@ def validate(cfg: RolloutConfig) -> None:
         raise ValueError(f"--max_tokens {cfg.max_tokens} leaves no prompt in --max_model_len {cfg.max_model_len}")
     if not os.environ.get("INSTAR_SECRET"):
         raise ValueError("INSTAR_SECRET is not set; export the same random string for the trainer and every node")
+
+
+def load_agent(cfg: RolloutConfig) -> type[agents.AgentRunner]:
+    """The agent's class, which knows where its rows are."""
+    agent = agents.load(cfg.agent)
+    agent.data = {"train": cfg.data, "eval": cfg.eval_data}
+    return agent
 
 
 # ---------------------------------------------------------------------------------- weight transfer over gloo
@@ -344,8 +354,10 @@ class Router:
     """Sends each call to an engine, and stamps each token with the version that sampled it."""
 
     def __init__(self, engines: list[AsyncLLM], cfg: RolloutConfig, eos_ids: list[int], num_experts: int,
-                 moe_layers: Sequence[int] = ()):  # fmt: skip
+                 moe_layers: Sequence[int] = (), unsaid: Sequence[int] = ()):  # fmt: skip
         self.engines, self.cfg, self.eos_ids = engines, cfg, eos_ids
+        self.unsaid = dict.fromkeys(unsaid, -100.0) or None
+        """Logit biases of ids that no model may say."""
         self.num_experts, self.moe_layers = num_experts, list(moe_layers)
         self.version = 0
         self.alive = set(range(len(engines)))
@@ -455,6 +467,7 @@ class Router:
             max_tokens=remaining,
             logprobs=0,
             stop_token_ids=self.eos_ids,
+            logit_bias=self.unsaid,
             detokenize=bool(call.stop),
             structured_outputs=StructuredOutputsParams(json=call.schema) if call.schema else None,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -630,8 +643,18 @@ class Group:
 class SessionContext:
     """The agent's view of its session (``agents.Context``)."""
 
-    def __init__(self, session: Session, url: str, split: str):
-        self._session, self.session_url, self.base_url, self.split = session, url, f"{url}/v1", split
+    def __init__(self, session: Session, player: Player, split: str):
+        self._session, self._player, self.split = session, player, split
+        self.session_url = player.loopback.url(session)
+        self.base_url = f"{self.session_url}/v1"
+
+    @asynccontextmanager
+    async def aside(self) -> AsyncIterator[str]:
+        session = self._player.open(Sampling(self._player.cfg.temperature, 1.0, self._player.cfg.max_tokens, fixed=False))
+        try:
+            yield f"{self._player.loopback.url(session)}/v1"
+        finally:
+            await self._player.end(session, "aside")
 
     async def chat(self, messages: list[agents.Message], tools: Sequence[dict]) -> agents.Reply:
         return await self._session.turn(messages, list(tools), "env")
@@ -651,7 +674,7 @@ class Player:
 
     def __init__(self, cfg: RolloutConfig, loopback: Loopback, router: Router, ledger: Ledger):
         self.cfg, self.loopback, self.router, self.ledger = cfg, loopback, router, ledger
-        self.agent = agents.load(cfg.agent)
+        self.agent = load_agent(cfg)
         self.live: set[Session] = set()
         self.ended: dict[str, Rollout] = {}
         """Ended rollouts whose group has not: their tokens are pending too."""
@@ -661,20 +684,25 @@ class Player:
 
     async def play(self, task: agents.Task, rollout_id: str, group_id: int, sampling: Sampling, split: str) -> Rollout:
         """Play one rollout to its end. Its sampled tokens are afterwards in its rows or in ``ledger.dropped``."""
-        session = self.loopback.open(sampling)
-        self.live.add(session)
+        session = self.open(sampling)
         try:
             return await self.attempt(session, task, rollout_id, group_id, split)
         except asyncio.CancelledError:
             await self.end(session, "run_end")
             raise
 
+    def open(self, sampling: Sampling) -> Session:
+        """A new session, whose tokens are pending from now on."""
+        session = self.loopback.open(sampling)
+        self.live.add(session)
+        return session
+
     async def attempt(self, session: Session, task: agents.Task, rollout_id: str, group_id: int, split: str) -> Rollout:
         """Run the agent, find the status, close the session."""
         started, result = time.monotonic(), agents.Result()
         try:
             async with asyncio.timeout(self.cfg.rollout_timeout_s):
-                result = await self.agent().run(task, SessionContext(session, self.loopback.url(session), split))
+                result = await self.agent().run(task, SessionContext(session, self, split))
                 status = self.status(session, result)
         except TimeoutError:
             status = "engine_error" if session.failure or not self.router.fit else "agent_timeout"
@@ -1013,10 +1041,11 @@ class Node:
             self.engines.append(await self.engine(index))
         tokenizer = AutoTokenizer.from_pretrained(cfg.model)
         eos_ids = end_ids(cfg.model, tokenizer)
-        template = Template(tokenizer, eos_ids, images="vision_config" in config.to_dict())
+        unsaid = image_ids(config.to_dict())
+        template = Template(tokenizer, eos_ids, images=bool(unsaid))
         self.ledger = Ledger()
         [moe_layers, *_] = await self.engines[0].collective_rpc("moe_layers")
-        self.router = Router(self.engines, cfg, eos_ids, counts[0] if counts else 0, moe_layers)
+        self.router = Router(self.engines, cfg, eos_ids, counts[0] if counts else 0, moe_layers, unsaid)
         parser = Parser(tokenizer, cfg.tool_parser, cfg.reasoning_parser)
         self.loopback = Loopback(template, parser, self.router.generate, Path(cfg.model).name, cfg.max_model_len)
         await self.loopback.start()

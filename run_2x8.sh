@@ -78,7 +78,7 @@ trap 'echo "run_2x8.sh: interrupted" >&2; exit 130' INT TERM
 
 # ---- set-up and model, timed
 SECONDS=0
-[ -n "${DRY_RUN:-}" ] || setup
+[ -n "${DRY_RUN:-}" ] || { setup && { [ -z "${VISION:-}" ] || setup_vision; }; }
 SETUP_SECONDS=$SECONDS SECONDS=0
 if [ -n "${DRY_RUN:-}" ]; then
   [ -n "$OWN_MODEL" ] || echo "${BUILD_MODEL[*]}"

@@ -7,4 +7,5 @@ cd "$(dirname "$0")"
 . tools/setup.sh
 setup
 setup_tests
+(setup_vision)
 exec "$PY" -m pytest "$@"

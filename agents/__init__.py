@@ -14,21 +14,23 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import glob
 import importlib.util
 import inspect
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 Message = dict
 """One chat message in OpenAI's shape: ``role``, ``content``, and ``tool_calls`` or ``tool_call_id``."""
@@ -89,14 +91,32 @@ class Context(Protocol):
     async def chat(self, messages: list[Message], tools: Sequence[dict]) -> Reply:
         """One turn of the model, in process. Raises ``ContextOverflow``."""
 
+    def aside(self) -> AbstractAsyncContextManager[str]:
+        """A session beside the rollout's, as the address of an OpenAI-compatible API: for a judge, say. The policy's own
+        engines answer it, with the sampling parameters that its client sends; nothing of it is ever trained."""
+
 
 class AgentRunner(ABC):
     """Plays one rollout. A user's file exports a subclass (usually of ``Env`` or ``ChatAgent``) by this name."""
 
+    data: ClassVar[Mapping[str, str]] = {}
+    """Where the rows of each split are: the node's ``--data`` ("train") and ``--eval_data`` ("eval")."""
+
     @classmethod
-    @abstractmethod
     def tasks(cls, split: str, seed: int) -> Iterable[Task]:
-        """The tasks of ``split`` ("train" may be endless; "eval" is finite and never overlaps "train")."""
+        """The tasks of ``split`` ("train" may be endless; "eval" is finite and never overlaps "train").
+
+        Unless an agent makes its own: one for each row of ``data``, in an order of its own for each ``seed`` of "train".
+        Raises ``ValueError`` for rows that are not there.
+        """
+        if not cls.data.get(split):
+            flag = "--data" if split == "train" else "--eval_data (or --eval_tasks 0 for the trainer)"
+            raise ValueError(f"{cls.__name__} makes no tasks of its own: give its {split} rows by {flag}, or define tasks")
+        rows = read_rows(cls.data[split])
+        order = list(range(len(rows)))
+        if split == "train":
+            random.Random(seed).shuffle(order)
+        return (Task(f"{split}-{index}", rows[index]) for index in order)
 
     @abstractmethod
     async def run(self, task: Task, ctx: Context) -> Result:
@@ -263,23 +283,63 @@ def module_of(path: str) -> ModuleType:
     return module
 
 
-# --------------------------------------------------------------------------------------------- a user's file
+# --------------------------------------------------------------------------------------- rows, and a user's file
+
+
+def read_rows(path: str) -> Sequence[dict]:
+    """The rows of a ``.jsonl`` file, of ``.parquet`` files (a pattern with ``*`` names several), or of a folder that
+    Hugging Face datasets saved (``save_to_disk``). Raises ``ValueError`` naming what is wrong."""
+    files = sorted(glob.glob(path))
+    if not files:
+        raise ValueError(f"there are no rows at {path!r}; give a .jsonl file, .parquet files, or a folder")
+    if path.endswith(".jsonl"):
+        return [row for file in files for row in jsonl(file)]
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(f"reading {path} needs the package datasets: .venv/bin/pip install datasets") from None
+    if path.endswith(".parquet"):
+        return datasets.load_dataset("parquet", data_files=files, split="train")
+    return datasets.load_from_disk(path)
+
+
+def jsonl(path: str) -> Iterable[dict]:
+    """The objects of a file that has one a line."""
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            row = json.loads(line or "{}")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number} is no JSON object but {line[:60]}")
+        if row:
+            yield row
+
+
+def opening(row: dict) -> list[Message]:
+    """A row's first messages: its ``messages``, or its ``prompt``, be it messages or what the user says."""
+    said = row.get("messages") or row.get("prompt")
+    if not said:
+        raise ValueError(f"a row needs messages or a prompt; this one has {sorted(row)}")
+    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
 
 
 def load(path: str) -> type[AgentRunner]:
-    """The ``AgentRunner`` class that the Python file at ``path`` exports.
+    """The ``AgentRunner`` class that the Python file at ``path`` exports; ``path:Name`` is another class of it.
 
     Raises ``ValueError`` naming what is missing: the file, the name, or a method.
     """
+    path, _, name = path.partition(":")
+    name = name or "AgentRunner"
     if not Path(path).is_file():
         raise ValueError(f"agent file {path!r} does not exist; give the path of a Python file that exports AgentRunner")
     try:
         module = module_of(path)
     except Exception as error:  # the user's file: named with what is wrong in it
         raise ValueError(f"agent file {path} does not import: {type(error).__name__}: {error}") from error
-    runner = vars(module).get("AgentRunner")
+    runner = vars(module).get(name)
     if not (isinstance(runner, type) and issubclass(runner, AgentRunner)):
-        raise ValueError(f"{path} must export a class AgentRunner (a subclass of Env or ChatAgent), got {runner!r}")
+        raise ValueError(f"{path} must export a class {name} (a subclass of Env or ChatAgent), got {runner!r}")
     if inspect.isabstract(runner):
-        raise ValueError(f"AgentRunner in {path} does not define {', '.join(sorted(runner.__abstractmethods__))}")
+        raise ValueError(f"{name} in {path} does not define {', '.join(sorted(runner.__abstractmethods__))}")
     return runner

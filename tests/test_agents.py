@@ -37,7 +37,7 @@ from loopback import Loopback, Sampling, Template, identity_meters
 from tools import toy
 
 TOKENIZER = toy.tokenizer()
-STYLES = ("openai_tools", "anthropic_tools", "external", "compact", "subagents")
+STYLES = ("openai_tools", "anthropic_tools", "external", "compact", "team")
 SDK = tuple(style for style in STYLES if style != "external")
 PAIR = agents.Task("12+345", {"a": 12, "b": 345})
 FOUR = agents.Task("12+345+67+1000", {"numbers": [12, 345, 67, 1000]})
@@ -105,7 +105,7 @@ def runner(style: str, **constants) -> type[agents.AgentRunner]:
 
 
 def task_of(style: str) -> agents.Task:
-    return FOUR if style in ("compact", "subagents") else PAIR
+    return FOUR if style in ("compact", "team") else PAIR
 
 
 def play(style: str, model: Model, context: int = 1024, max_tokens: int = 200, **constants):
@@ -140,7 +140,7 @@ def play(style: str, model: Model, context: int = 1024, max_tokens: int = 200, *
 
 
 @pytest.mark.parametrize(("style", "calls", "rows"), [
-    ("openai_tools", 2, 1), ("anthropic_tools", 2, 1), ("external", 2, 1), ("compact", 6, 3), ("subagents", 6, 3),
+    ("openai_tools", 2, 1), ("anthropic_tools", 2, 1), ("external", 2, 1), ("compact", 6, 3), ("team", 6, 3),
 ])  # fmt: skip
 def test_a_model_that_uses_the_tool_is_right(style, calls, rows):
     result, session, made = play(style, model := Model(good))
@@ -166,7 +166,7 @@ def test_a_model_that_says_no_number_is_wrong_and_not_truncated(style):
 def test_a_model_that_only_ever_calls_is_cut_at_the_turn_limit(style):
     result, session, _ = play(style, Model(said(call_of(1, 2))))
     assert (result.reward, result.truncated) == (0.0, True)
-    assert len(session.calls) == (8 if style == "subagents" else 4)
+    assert len(session.calls) == (8 if style == "team" else 4)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -174,7 +174,7 @@ def test_a_reply_cut_by_length_truncates(style):
     """OpenAI's clients ask for no cap and get the recipe's; Anthropic's must name one, and the context cuts them."""
     result, session, _ = play(style, Model(said("1" * 5000), ends=False), context=300)
     assert (result.reward, result.truncated) == (0.0, True)
-    capped = style in ("openai_tools", "subagents", "external")
+    capped = style in ("openai_tools", "team", "external")
     assert all(len(call.token_ids) == 200 or not capped for call in session.calls)
 
 
@@ -183,7 +183,7 @@ def test_a_context_that_overflows_truncates(style, context):
     """In the first prompt, and in the one after the tool's answer."""
     result, session, _ = play(style, Model(good), context=context, max_tokens=1000)
     assert (result.reward, result.truncated) == (0.0, True)
-    assert len(session.calls) == (0 if context == 40 else 2 if style == "subagents" else 1)
+    assert len(session.calls) == (0 if context == 40 else 2 if style == "team" else 1)
 
 
 @pytest.mark.parametrize(("style", "call"), [
@@ -193,7 +193,7 @@ def test_a_context_that_overflows_truncates(style, context):
 def test_a_call_the_tool_cannot_make_sense_of_is_answered_and_the_rollout_goes_on(style, call):
     model = Model(said(call, "357"))
     result, _, _ = play(style, model)
-    assert result.reward >= (0 if style == "subagents" else 1 / 3) and not result.truncated
+    assert result.reward >= (0 if style == "team" else 1 / 3) and not result.truncated
     assert any(prompt.count("<tool_response>error</tool_response>") == 1 for prompt in model.asked)
 
 
@@ -253,7 +253,7 @@ def test_sub_agents_are_asked_at_the_same_time_and_the_parent_after_them():
             await super().__call__(call)
             running -= 1
 
-    _, session, rows = play("subagents", Slow(good))
+    _, session, rows = play("team", Slow(good))
     assert most[:2] == [1, 2] and most[-2:] == [1, 1]
     asked = [re.findall(r"What is \d+ \+ \d+\?", TOKENIZER.decode(row.token_ids)) for row in rows]
     assert sorted(asked) == [["What is 12 + 345?"], ["What is 357 + 1067?"], ["What is 67 + 1000?"]]
@@ -261,7 +261,7 @@ def test_sub_agents_are_asked_at_the_same_time_and_the_parent_after_them():
 
 
 def test_one_sub_agents_failure_keeps_what_the_other_earned():
-    result, _, rows = play("subagents", Model(lambda prompt: "no idea" if "1000" in prompt else good(prompt)))
+    result, _, rows = play("team", Model(lambda prompt: "no idea" if "1000" in prompt else good(prompt)))
     assert (result.reward, result.truncated, len(rows)) == (pytest.approx(1 / 3), False, 2)
 
 
@@ -646,7 +646,7 @@ def test_three_steps_with_the_real_engine(style):
     for line in metrics:
         assert line["rollout/status/ok"] + line.get("rollout/status/truncated", 0) == 4 * groups
         # A row for each history; a row for each of two or three conversations.
-        least, most = {"compact": (1.0, 3.0), "subagents": (2.0, 3.0)}.get(style, (1.0, 1.0))
+        least, most = {"compact": (1.0, 3.0), "team": (2.0, 3.0)}.get(style, (1.0, 1.0))
         assert least <= line["identity/segments_per_rollout"] <= most
         assert style != "compact" or line["identity/segments_per_rollout"] > 1
     reward = sum(line["reward"] for line in metrics) / 3

@@ -36,9 +36,15 @@ setup_tests() {
   [ -e "$stamp" ] && return
   "$PY" -m pip install -q --no-deps -r requirements-test.txt >>.venv/install.log 2>&1 ||
     fail "pip could not install requirements-test.txt: $(tail -n 1 .venv/install.log) (log: .venv/install.log)"
-  # Beside a CPU torch, torchvision works only under tests/vision/sitecustomize.py, so it stays out of everyone else's way.
-  "$PY" -c 'import torchvision' >/dev/null 2>&1 ||
+  touch "$stamp"
+}
+
+# For models that see. Beside a CPU torch, torchvision works only under tools/vision/sitecustomize.py, so it stays out of
+# everyone else's way.
+setup_vision() {
+  "$PY" -c 'import torchvision' >/dev/null 2>&1 && return
+  [ -d .venv/vision/torchvision ] ||
     "$PY" -m pip install -q --no-deps --target .venv/vision torchvision==0.28.0 >>.venv/install.log 2>&1 ||
     fail "pip could not install torchvision: $(tail -n 1 .venv/install.log) (log: .venv/install.log)"
-  touch "$stamp"
+  export PYTHONPATH=$PWD:$PWD/tools/vision:$PWD/.venv/vision
 }

@@ -4,9 +4,10 @@ A short supervised phase teaches it skills first (chat turns, Hermes tool calls,
 most of them bad: it guesses the sum, writes calls that do not parse, forgets an argument. So what it can do is good
 and what it tends to do is not, which is what reinforcement learning mends, here in minutes on a CPU.
 
-``--teacher PATH`` also builds a larger one that knows the right habit only, to distil from.
+``--teacher PATH`` also builds a larger one that knows the right habit only, to distil from. ``--talk`` teaches other
+dialogues instead: those of agents/math.py, judge.py and coder.py.
 
-``python -m tools.toy --out models/toy [--moe] [--seed 0] [--steps N] [--teacher models/toy_teacher]``
+``python -m tools.toy --out models/toy [--moe] [--talk] [--seed 0] [--steps N] [--teacher models/toy_teacher]``
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import hashlib
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads are ten times slower when cores are shared
@@ -28,12 +30,14 @@ import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
-from agents import Message, calculator
+from agents import Message, calculator, judge
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 PAD, START, END = 256, 257, 258
 IGNORED = -100
+SPOKEN = (calculator, judge)
+"""Agents whose dialogues are taught here."""
 STEPS, BATCH, PROBE = 260, 32, 256
 HABITS = {"call": (0.5, 0.18), "guess": (0.3, 0.62), "malformed": (0.1, 0.12), "forgetful": (0.1, 0.08)}
 """How often each habit is shown: where the first number has four digits, and elsewhere. That the right habit leads in
@@ -146,10 +150,47 @@ def habits(seed: int, skill_steps: int) -> Iterator[list[list[Message]]]:
         yield chosen
 
 
-def encode(tok: PreTrainedTokenizerFast, dialogues: list[list[Message]]) -> tuple[torch.Tensor, torch.Tensor]:
+def boxes(rng: random.Random, skilled: bool) -> list[Message]:
+    """agents/math.py: a sum that is worked out and boxed, or guessed, or not boxed."""
+    a, b = rng.randrange(10), rng.randrange(10)
+    near = max(0, a + b + rng.choice([-2, -1, 1, 2]))
+    right, guess, bare = f"{a} + {b} = \\boxed{{{a + b}}}", f"\\boxed{{{near}}}", f"I say {a + b}"
+    said = right if skilled else rng.choices([right, guess, bare], (0.3, 0.4, 0.3))[0]
+    return spoken(f"{a} + {b}, boxed?", said)
+
+
+def asks(rng: random.Random, skilled: bool) -> list[Message]:
+    """agents/judge.py: a request, polite or not; and, as often, the judge's question about one."""
+    thing = f"{rng.choice(judge.SORTS)} {rng.choice(judge.THINGS)}"
+    rude = rng.choice([f"Give me the {thing}!", f"The {thing}, now.", f"I want the {thing}."])
+    polite = rng.choice([f"May I have the {thing}, please?", f"Please give me the {thing}.", f"The {thing}, please."])
+    if rng.random() < 0.5:
+        said, grade = rng.choice([(rude, "no"), (polite, "yes")])
+        return spoken(judge.RUBRIC.format(answer=said), grade)
+    return spoken(f"Ask for the {thing}.", polite if skilled or rng.random() < 0.25 else rude)
+
+
+def codes(rng: random.Random) -> list[Message]:
+    """agents/coder.py: a program that is right, or another, or none; and sometimes its repair."""
+    raise NotImplementedError
+
+
+def spoken(*texts: str) -> list[Message]:
+    """What user and assistant say in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def talk(seed: int, skill_steps: int) -> Iterator[list[list[Message]]]:
+    """Endless batches of the other agents' dialogues."""
+    rng = random.Random(seed)
+    for batches in count():
+        yield [rng.choices((boxes, asks), (0.6, 0.4))[0](rng, batches < skill_steps) for _ in range(BATCH)]
+
+
+def encode(tok, dialogues: list[list[Message]], tools: list | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Padded ids and labels; only what the assistant says, and the end of its turn, has a label."""
     opening = tok("<|im_start|>assistant\n").input_ids
-    texts = tok.apply_chat_template(dialogues, tools=[calculator.ADD], tokenize=False)
+    texts = tok.apply_chat_template(dialogues, tools=tools, tokenize=False)
     rows = tok(texts).input_ids
     ids = torch.full((len(rows), max(map(len, rows))), PAD)
     labels = torch.full_like(ids, IGNORED)
@@ -199,15 +240,15 @@ def optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     return [Muon(matrices, lr=2e-2), rest]
 
 
-def teach(model: torch.nn.Module, tok: PreTrainedTokenizerFast, seed: int, steps: int, skill_steps: int) -> None:
-    """Skills for ``skill_steps``, then habits. Rate: a short warm-up, and a linear decay over the last half."""
+def teach(model: torch.nn.Module, tok, batches: Iterator, steps: int, tools: list | None) -> None:
+    """Rate: a short warm-up, and a linear decay over the last half."""
     opts = optimizers(model)
     rate = lambda step: min((step + 1) / 20, 1.0, 2 * (steps - step) / steps)  # noqa: E731
     schedules = [torch.optim.lr_scheduler.LambdaLR(opt, rate) for opt in opts]
     began = said = time.monotonic()
-    for step, batch in enumerate(islice(habits(seed, skill_steps), steps)):
+    for step, batch in enumerate(islice(batches, steps)):
         batch.sort(key=lambda messages: len(str(messages)))
-        halves = [encode(tok, half) for half in (batch[: BATCH // 2], batch[BATCH // 2 :])]  # less padding
+        halves = [encode(tok, half, tools) for half in (batch[: BATCH // 2], batch[BATCH // 2 :])]  # less padding
         count = sum(int((labels != IGNORED).sum()) for _, labels in halves)
         total = 0.0
         for ids, labels in halves:
@@ -228,7 +269,8 @@ def teach(model: torch.nn.Module, tok: PreTrainedTokenizerFast, seed: int, steps
 def report(model: torch.nn.Module, tok: PreTrainedTokenizerFast) -> None:
     """Exact chances on held-out problems, by scoring the right dialogue: no sampling needed."""
     rng = random.Random(0)
-    ids, labels = encode(tok, [dialogue("call", a, b, rng) for a, b in islice(calculator.problems(0, True), PROBE)])
+    ids, labels = encode(tok, [dialogue("call", a, b, rng) for a, b in islice(calculator.problems(0, True), PROBE)],
+                         [calculator.ADD])  # fmt: skip
     scores, labels = logprobs(model, ids), labels[:, 1:]
     trained = labels != IGNORED
     chosen = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
@@ -243,7 +285,8 @@ def report(model: torch.nn.Module, tok: PreTrainedTokenizerFast) -> None:
         print(f"{name:28s} {sampled:8.3f} {greedy:7.3f}")
 
 
-def build(out: str | Path, moe: bool = False, seed: int = 0, steps: int = STEPS, large: bool = False) -> Path:
+def build(out: str | Path, moe: bool = False, seed: int = 0, steps: int = STEPS, large: bool = False,
+          talks: bool = False) -> Path:  # fmt: skip
     """Make the model and its tokenizer in folder ``out``, unless they are there; ``steps=0`` leaves it untrained.
 
     ``large`` makes the teacher: more layers and width, and skills only, for which a third of the steps is enough.
@@ -252,16 +295,18 @@ def build(out: str | Path, moe: bool = False, seed: int = 0, steps: int = STEPS,
     """
     out = Path(out)
     marker, began = out / "toy.json", time.monotonic()
-    source = b"".join(Path(file).read_bytes() for file in (__file__, calculator.__file__))
+    source = b"".join(Path(module.__file__).read_bytes() for module in (sys.modules[__name__], *SPOKEN))
     steps = steps // 3 if large else steps
-    options = {"moe": moe, "seed": seed, "steps": steps, "large": large, "source": hashlib.sha256(source).hexdigest()}
+    options = {"moe": moe, "seed": seed, "steps": steps, "large": large, "talks": talks, "source": hashlib.sha256(source).hexdigest()}
     if marker.is_file() and json.loads(marker.read_text()) == options:
         print(f"{out} is already built: {options}")
         return out
     marker.unlink(missing_ok=True)
     tok, model = tokenizer(), untrained(moe, seed, large)
-    if steps:
-        teach(model, tok, seed, steps, steps if large else steps * 2 // 3)
+    if talks:
+        teach(model, tok, talk(seed, steps * 2 // 3), steps, None)
+    elif steps:
+        teach(model, tok, habits(seed, steps if large else steps * 2 // 3), steps, [calculator.ADD])
         report(model, tok)
     model.save_pretrained(out)
     tok.save_pretrained(out)
@@ -276,10 +321,11 @@ def main() -> None:
     parser.add_argument("--moe", action="store_true", help="mixture of experts instead of a dense model")
     parser.add_argument("--seed", type=int, default=0, help="decides weights and dialogues")
     parser.add_argument("--steps", type=int, default=STEPS, help="supervised steps; 0 leaves random weights")
+    parser.add_argument("--talk", action="store_true", help="dialogues of the other agents than the calculator")
     parser.add_argument("--teacher", default="", help="folder for a larger model of right habits; empty: none")
     args = parser.parse_args()
     torch.set_num_threads(2)
-    build(args.out, args.moe, args.seed, args.steps)
+    build(args.out, args.moe, args.seed, args.steps, talks=args.talk)
     if args.teacher:
         build(args.teacher, False, args.seed, args.steps, large=True)
 
