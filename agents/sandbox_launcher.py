@@ -148,11 +148,9 @@ def main(order: dict) -> None:
         if child := os.fork():
             wait_for(child)
     end_with_parent()
-    with part("another user", order):  # who may not be able to reach the folder or the interpreter
-        write_files(order)
+    write_files(order)
     confine(order, {"limits": limits})
-    with part("another user", order):
-        become(order)
+    become(order)
 
 
 def confine(order: dict, parts: dict) -> None:

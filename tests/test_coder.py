@@ -9,7 +9,9 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -358,6 +360,25 @@ def test_a_cancelled_caller_leaves_no_process_and_no_file(box):
 
     for ticks in (0, 0.01, 0.05, 0.1, 0.5):
         asyncio.run(go(ticks))
+
+
+def test_nothing_outlives_a_trainer_that_is_killed(box):
+    """But the folder, which nobody is left to remove."""
+    program = DAEMON + "time.sleep(1000)"
+    trainer = f"""
+import asyncio, sys, tempfile
+sys.path.insert(0, {str(ROOT)!r})
+from agents.sandbox import sandboxed
+tempfile.tempdir = {box!r}
+asyncio.run(sandboxed({{"main.py": {program!r}}}, ["main.py", {box!r}]))
+"""
+    with subprocess.Popen([sys.executable, "-c", trainer]) as trainer:
+        deadline = time.monotonic() + 30
+        while len(running(box)) < 5:  # trainer, launcher, first process, program, daemon
+            assert time.monotonic() < deadline and trainer.poll() is None
+            time.sleep(0.02)
+        trainer.kill()
+    shutil.rmtree(next(Path(box).iterdir()))
 
 
 def test_eight_at_once_know_nothing_of_each_other():
