@@ -20,6 +20,7 @@ import inspect
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -111,7 +112,9 @@ class AgentRunner(ABC):
         """
         if not cls.data.get(split):
             flag = "--data" if split == "train" else "--eval_data (or --eval_tasks 0 for the trainer)"
-            raise ValueError(f"{cls.__name__} makes no tasks of its own: give its {split} rows by {flag}, or define tasks")
+            raise ValueError(
+                f"{cls.__name__} makes no tasks of its own: give its {split} rows by {flag}, or define tasks"
+            )
         rows = read_rows(cls.data[split])
         order = list(range(len(rows)))
         if split == "train":
@@ -181,14 +184,41 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
+SHOWN = re.compile(
+    "PATH|HOME|LANG|LC_.*|TZ|TERM|TMPDIR|USER|LOGNAME|SHELL|VIRTUAL_ENV|LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES|"
+    "SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|(?i:(http|https|all|no)_proxy)|PYTHON(?!STARTUP$).*"
+)
+"""Names of the variables of our environment that a program sees."""
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    """A program's environment: what of ours is ``SHOWN`` and what the caller adds, of which ``INSTAR_*`` never."""
+    ours = {name: value for name, value in os.environ.items() if SHOWN.fullmatch(name)}
+    return {name: value for name, value in (ours | dict(more)).items() if not name.startswith("INSTAR_")}
+
+
 async def run_program(command: Sequence[str], given: bytes, time_limit_s: float, env: Mapping[str, str] | None = None,
                       output_limit: int = 2**20) -> tuple[bytes, bytes, int]:  # fmt: skip
     """Run a program with ``given`` on its standard input: its standard output, standard error, and exit status.
 
-    It has a process group of its own, which ends with it, whatever happens; ``env`` is in its environment, ``INSTAR_*``
-    never. Raises ``TimeoutError``, and ``RuntimeError`` for more than ``output_limit`` bytes of either output.
+    It has a process group of its own, which ends with it, whatever happens. Its environment is ``env`` and, of ours,
+    only what ``SHOWN`` lists (paths, locale, proxies, certificates, ``PYTHON*``): no key or token of the trainer's is
+    among it, and ``INSTAR_*`` not even if asked for. What else a program needs is passed in ``env``. Raises
+    ``TimeoutError``, and ``RuntimeError`` for more than ``output_limit`` bytes of either output.
     """
-    env = {name: value for name, value in (os.environ | dict(env or {})).items() if not name.startswith("INSTAR_")}
+    out, err, status, limit = await run_to_limits(command, given, time_limit_s, environment(env or {}), output_limit)
+    if limit == "time limit":
+        raise TimeoutError(f"{command[0]} ran for more than {time_limit_s} s")
+    if limit:
+        raise RuntimeError(f"{command[0]} wrote more than {output_limit} bytes")
+    return out, err, status
+
+
+async def run_to_limits(command: Sequence[str], given: bytes, time_limit_s: float, env: Mapping[str, str],
+                        output_limit: int) -> tuple[bytes, bytes, int, str]:  # fmt: skip
+    """``run_program`` in exactly this environment, where a limit is a result: the "time limit" or "output limit" that
+    ended the program is named last, "" if none did, and what it wrote until then is there, cut to the limit."""
+    out, err, limit = bytearray(), bytearray(), ""
     with tempfile.TemporaryFile() as file:  # not a pipe: a program need not read what it is given
         file.write(given)
         file.seek(0)
@@ -196,26 +226,29 @@ async def run_program(command: Sequence[str], given: bytes, time_limit_s: float,
         starting = asyncio.create_task(asyncio.create_subprocess_exec(*command, **how))
         try:
             program = await asyncio.shield(starting)
-            async with asyncio.timeout(time_limit_s):
-                reading = (read(stream, program, output_limit) for stream in (program.stdout, program.stderr))
-                out, err, _ = await asyncio.gather(*reading, exited(program))
+            reading = (
+                read(program.stdout, program, output_limit, out),
+                read(program.stderr, program, output_limit, err),
+            )
+            with suppress(TimeoutError):
+                limit = "time limit"
+                async with asyncio.timeout(time_limit_s):
+                    await asyncio.gather(*reading, exited(program))
+                    limit = ""
         finally:  # also when the caller is cancelled, be it while the program starts
             program = await starting
             kill(program)
             await exited(program)
-    if max(len(out), len(err)) > output_limit:
-        raise RuntimeError(f"{command[0]} wrote more than {output_limit} bytes")
-    return out, err, program.returncode
+    limit = "output limit" if max(len(out), len(err)) > output_limit else limit
+    return bytes(out[:output_limit]), bytes(err[:output_limit]), program.returncode, limit
 
 
-async def read(stream: asyncio.StreamReader, program: Process, limit: int) -> bytes:
+async def read(stream: asyncio.StreamReader, program: Process, limit: int, into: bytearray) -> None:
     """All of an output, or one byte more than the limit; the program that writes as much is ended."""
-    data = b""
     while chunk := await stream.read(2**16):  # to the end, even of one that was ended: else its pipe stays open
-        data = (data + chunk)[: limit + 1]
-        if len(data) > limit:
+        into += chunk[: limit + 1 - len(into)]
+        if len(into) > limit:
             kill(program)
-    return data
 
 
 def kill(program: Process) -> None:

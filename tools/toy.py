@@ -297,7 +297,14 @@ def build(out: str | Path, moe: bool = False, seed: int = 0, steps: int = STEPS,
     marker, began = out / "toy.json", time.monotonic()
     source = b"".join(Path(module.__file__).read_bytes() for module in (sys.modules[__name__], *SPOKEN))
     steps = steps // 3 if large else steps
-    options = {"moe": moe, "seed": seed, "steps": steps, "large": large, "talks": talks, "source": hashlib.sha256(source).hexdigest()}
+    options = {
+        "moe": moe,
+        "seed": seed,
+        "steps": steps,
+        "large": large,
+        "talks": talks,
+        "source": hashlib.sha256(source).hexdigest(),
+    }
     if marker.is_file() and json.loads(marker.read_text()) == options:
         print(f"{out} is already built: {options}")
         return out
