@@ -172,8 +172,8 @@ def picture(uri: str) -> Image.Image:
 
 
 def image_ids(config: dict) -> list[int]:
-    """The ids around and in place of an image, by a model's configuration: no model may say them. They get no probability,
-    in the engine and in the trainer alike."""
+    """The ids around and in place of an image, by a model's configuration. No model may say them: they get no
+    probability, in the engine and in the trainer alike."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return [config[name] for name in names if config.get(name) is not None] if "vision_config" in config else []
 

@@ -594,8 +594,8 @@ class Policy(nn.Module):
                 places, _ = self.model.base_model.get_rope_index(ids_T, image_T.int(), image_grid_thw=grid)
                 positions[1:, :, start : start + len(row)] = places
             if length != int(image_T.sum()):
-                raise ValueError(f"row {row.row_id!r} has {int(image_T.sum())} image tokens, its images would make {length}: "
-                                 "the engine's image processor is another one")  # fmt: skip
+                raise ValueError(f"row {row.row_id!r} has {int(image_T.sum())} image tokens, its images would make "
+                                 f"{length}: the engine's image processor is another one")  # fmt: skip
             start += len(row)
         pixels = {name: torch.cat([one[name] for one in found]) for name in ("pixel_values", "image_grid_thw") if found}
         return {"position_ids": positions} | {name: value.to(positions.device) for name, value in pixels.items()}

@@ -93,8 +93,8 @@ class Context(Protocol):
         """One turn of the model, in process. Raises ``ContextOverflow``."""
 
     def aside(self) -> AbstractAsyncContextManager[str]:
-        """A session beside the rollout's, as the address of an OpenAI-compatible API: for a judge, say. The policy's own
-        engines answer it, with the sampling parameters that its client sends; nothing of it is ever trained."""
+        """A session beside the rollout's, as the address of an OpenAI-compatible API: for a judge, say. The policy's
+        own engines answer it, with the sampling parameters that its client sends; nothing of it is ever trained."""
 
 
 class AgentRunner(ABC):
@@ -107,14 +107,12 @@ class AgentRunner(ABC):
     def tasks(cls, split: str, seed: int) -> Iterable[Task]:
         """The tasks of ``split`` ("train" may be endless; "eval" is finite and never overlaps "train").
 
-        Unless an agent makes its own: one for each row of ``data``, in an order of its own for each ``seed`` of "train".
+        Unless an agent makes its own: one for each row of ``data``, for each ``seed`` of "train" in another order.
         Raises ``ValueError`` for rows that are not there.
         """
         if not cls.data.get(split):
-            flag = "--data" if split == "train" else "--eval_data (or --eval_tasks 0 for the trainer)"
-            raise ValueError(
-                f"{cls.__name__} makes no tasks of its own: give its {split} rows by {flag}, or define tasks"
-            )
+            flag = "--data" if split == "train" else "--eval_data (or the trainer --eval_tasks 0)"
+            raise ValueError(f"{cls.__name__} makes no {split} tasks of its own: give rows by {flag}, or define tasks")
         rows = read_rows(cls.data[split])
         order = list(range(len(rows)))
         if split == "train":
@@ -322,7 +320,7 @@ def module_of(path: str) -> ModuleType:
 def read_rows(path: str) -> Sequence[dict]:
     """The rows of a ``.jsonl`` file, of ``.parquet`` files (a pattern with ``*`` names several), or of a folder that
     Hugging Face datasets saved (``save_to_disk``). Raises ``ValueError`` naming what is wrong."""
-    files = sorted(glob.glob(path))
+    files = sorted(glob.glob(path))  # noqa: PTH207 - a Path takes no absolute pattern
     if not files:
         raise ValueError(f"there are no rows at {path!r}; give a .jsonl file, .parquet files, or a folder")
     if path.endswith(".jsonl"):

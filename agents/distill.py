@@ -1,4 +1,4 @@
-"""Prompts to distil from: the policy answers once, and a teacher in the trainer says, token by token, how it would have.
+"""Prompts to distil from: the policy answers once, and a teacher in the trainer scores each token of it.
 
 For ``--advantage on_policy_distill`` with ``--ref_model TEACHER`` (gate.distill); rewards play no part in it. Rows
 (``--data``) have a ``prompt`` or ``messages``, and may have ``tools``. Without rows it asks the calculator's questions,

@@ -1,8 +1,8 @@
 r"""A question with one right answer, given in ``\boxed{}`` and checked: the shape of mathematics data sets.
 
-Rows (``--data``) have a ``prompt`` or ``messages``, and an ``answer``. Numbers are compared as numbers; any other answer
-is compared by the package math-verify, in a process of its own. ``--data reasoning_gym:NAME`` plays that package's
-procedural tasks, by its own graders. Without rows it plays sums of two digits, which a toy can learn.
+Rows (``--data``) have a ``prompt`` or ``messages``, and an ``answer``. Numbers are compared as numbers; any other
+answer is compared by the package math-verify, in a process of its own. ``--data reasoning_gym:NAME`` plays that
+package's procedural tasks, by its own graders. Without rows it plays sums of two digits, which a toy can learn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def boxed(text: str) -> str | None:
     >>> boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
     """
-    before, found, rest = text.rpartition("\\boxed{")
+    _, found, rest = text.rpartition("\\boxed{")
     depth = 1
     for index, char in enumerate(rest if found else ""):
         depth += (char == "{") - (char == "}")
@@ -54,7 +54,7 @@ def verify(said: str, answer: str) -> bool:
 
 
 async def right(said: str | None, answer: str) -> bool:
-    """Whether what was boxed is the answer. A grader that never ends is a wrong answer, one that crashes is an error."""
+    """Whether what was boxed is the answer. One that the grader never gets done with is wrong; a crash is an error."""
     if said is None or said == answer:
         return said is not None
     if number(answer) is not None and number(said) is not None:

@@ -5,5 +5,5 @@
 : "${AGENT:=agents/coder.py}"
 . recipes/toy.sh
 BUILD_MODEL=("$PY" -m tools.toy --out models/toy_talk --talk)
-ROLLOUT_FLAGS+=(--max_model_len 768 --max_tokens 64 --groups_per_step 4)
+ROLLOUT_FLAGS+=(--max_model_len 768 --max_tokens 64 --group_size 4 --groups_per_step 4)
 TRAIN_FLAGS+=(--lr 1e-3 --eval_tasks 16)

@@ -1,8 +1,9 @@
 """Runs a Python program that nobody vouches for, such as one that a model wrote.
 
 It runs as another user (if we are root), in namespaces of its own, under Landlock and under resource limits; see
-``tools/sandbox_launcher.py``. A part that the system refuses is done without, and one warning names it: what is missing is
-found by trying. Nothing here bounds what all of its processes take together but their number and the time limit.
+``tools/sandbox_launcher.py``. A part that the system refuses is done without, and one warning names it: what is
+missing is found by trying. Nothing here bounds what all of its processes take together but their number and the time
+limit.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
-from agents import Message, calculator, judge
+from agents import Message, calculator, coder, judge
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 PAD, START, END = 256, 257, 258
 IGNORED = -100
-SPOKEN = (calculator, judge)
+SPOKEN = (calculator, coder, judge)
 """Agents whose dialogues are taught here."""
 STEPS, BATCH, PROBE = 260, 32, 256
 HABITS = {"call": (0.5, 0.18), "guess": (0.3, 0.62), "malformed": (0.1, 0.12), "forgetful": (0.1, 0.08)}
@@ -170,9 +170,13 @@ def asks(rng: random.Random, skilled: bool) -> list[Message]:
     return spoken(f"Ask for the {thing}.", polite if skilled or rng.random() < 0.25 else rude)
 
 
-def codes(rng: random.Random) -> list[Message]:
-    """agents/coder.py: a program that is right, or another, or none; and sometimes its repair."""
-    raise NotImplementedError
+def codes(rng: random.Random, skilled: bool) -> list[Message]:
+    """agents/coder.py: a program that is right, or lacks its constant, or is none."""
+    task = coder.task_of(rng.choice(list(coder.OPERATIONS)), rng.randrange(coder.CONSTANTS))
+    right = coder.solution(task)
+    wrong = right.rpartition("+")[0] + ")"
+    said = right if skilled else rng.choices([right, wrong, "f(a, b)"], (0.3, 0.45, 0.25))[0]
+    return spoken(task.data["prompt"], said)
 
 
 def spoken(*texts: str) -> list[Message]:
@@ -184,7 +188,9 @@ def talk(seed: int, skill_steps: int) -> Iterator[list[list[Message]]]:
     """Endless batches of the other agents' dialogues."""
     rng = random.Random(seed)
     for batches in count():
-        yield [rng.choices((boxes, asks), (0.6, 0.4))[0](rng, batches < skill_steps) for _ in range(BATCH)]
+        yield [
+            rng.choices((boxes, asks, codes), (0.3, 0.25, 0.45))[0](rng, batches < skill_steps) for _ in range(BATCH)
+        ]
 
 
 def encode(tok, dialogues: list[list[Message]], tools: list | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,8 +64,7 @@ def untrained(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VL
 
 
 def dialogue(rng: random.Random, skilled: bool) -> tuple[list[dict], object]:
-    """A picture and what is said of it: what is there (if not ``skilled``, in one case of three), or a guess, or no boxed
-    number."""
+    """A picture and what is said of it: what is there (unless ``skilled``, once in three), or a guess, or no box."""
     sides = rng.choice(geo3k.SIDES)
     guess = rng.choice([other for other in geo3k.SIDES if other != sides])
     habits = f"I see \\boxed{{{sides}}}", f"\\boxed{{{guess}}}", f"it has {sides}"
