@@ -162,16 +162,22 @@ def test_a_program_that_computes_for_ever_is_ended_by_the_time_it_computes():
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_endless_output_is_cut_and_ends_the_program(stream):
-    result = outcome(f"import sys\nwhile True: sys.{stream}.write('x' * 999)", limits=Limits(output_bytes=5000))
+    began = time.monotonic()
+    result = outcome(
+        f"import sys\nwhile True: sys.{stream}.write('x' * 999)",
+        limits=Limits(wall_s=SLOW.wall_s, cpu_s=99, output_bytes=5000),
+    )
     assert (len(getattr(result, stream)), result.ended) == (5000, "output limit")
+    assert time.monotonic() - began < SLOW.wall_s / 2
 
 
 def test_a_fork_bomb_has_few_processes_and_dies(box):
+    """Not a true one: where nothing stops it, it stops at 256 processes."""
     most = 0
 
     async def go():
         nonlocal most
-        program = "import os, time\nwhile True:\n try: os.fork()\n except OSError: time.sleep(.1)"
+        program = "import os, time\nfor _ in range(8):\n try: os.fork()\n except OSError: 0\ntime.sleep(99)"
         bomb = asyncio.create_task(run(program, limits=QUICK))
         while not bomb.done():
             most = max(most, len(running(box)))
@@ -249,14 +255,16 @@ def test_no_file_of_others_can_be_read(tmp_path, monkeypatch):
 WRITES = """
 import os, sys
 for path in sys.stdin.read().split():
-    for what in (lambda: open(path, "a"), lambda: os.mkdir(path + ".d"), lambda: os.symlink("a", path + ".l"),
-                 lambda: os.truncate(path, 0), lambda: os.unlink(path)):
+    for make, undo in ((lambda: open(path, "x"), os.unlink), (lambda: os.mkdir(path), os.rmdir),
+                       (lambda: os.symlink("a", path), os.unlink), (lambda: os.mkfifo(path), os.unlink)):
         try:
-            what()
+            make()
+            undo(path)
             print("wrote", path)
         except OSError:
             pass
 """
+"""It undoes what it can do, and touches nothing that is there: a test that fails leaves the machine as it was."""
 
 
 @either
@@ -265,11 +273,18 @@ def test_nothing_can_be_written_outside_of_the_folder(tmp_path):
     ours.write_text("kept")
     folders = [tmp_path, ROOT, sys.base_prefix, "/", "/usr", "/usr/lib", "/tmp", "/var/tmp", "/dev/shm", "/dev", "/run",
                Path.home(), ".."]  # fmt: skip
-    paths = [ours, os.__file__, *(f"{folder}/instar-wrote-this" for folder in folders)]
-    result = outcome(WRITES, "\n".join(map(str, paths)))
+    result = outcome(WRITES, "\n".join(f"{folder}/instar-wrote-this" for folder in folders))
     assert (result.stdout, result.stderr, result.status) == ("", "", 0)
-    assert ours.read_text() == "kept"
-    assert outcome(WRITES, "inside").stdout.count("wrote") == 5
+    harm = """
+import os, sys
+for harm in (lambda path: os.truncate(path, 0), os.unlink):
+    try:
+        harm(sys.argv[1] + "/../ours")
+    except OSError:
+        pass
+"""
+    assert outcome(harm).status == 0 and ours.read_text() == "kept"
+    assert outcome(WRITES, "inside").stdout.count("wrote") == 4
 
 
 @either
@@ -308,8 +323,6 @@ for pid in map(int, input().split()):
 
 def test_its_own_first_process_cannot_be_ended_and_the_rest_ends_nothing_but_the_program():
     assert outcome("import os\nos.kill(1, 9)\nprint('still here')").stdout == "still here\n"
-    everybody = "import os\ntry: os.kill(-1, 9)\nexcept OSError: print('there is nobody')"
-    assert outcome(everybody).stdout == "there is nobody\n"
     assert outcome("import os\nos.killpg(0, 9)").status != 0
 
 
