@@ -114,7 +114,9 @@ def _refuse(bad_T: Tensor, why: str, of_tokens: bool = True, **values_T: Tensor)
 
 
 def _refuse_non_finite(where_T: Tensor, of_tokens: bool = True, **values_T: Tensor) -> None:
-    """Raise if any of the values is NaN or infinite at a position where where_T holds."""
+    """Raise unless all have one length and every value is finite at each position where where_T holds. An index among
+    the values, which always is, tells whose they are."""
+    _same_length(where=where_T, **values_T)
     bad_T = torch.zeros_like(where_T)
     for x in values_T.values():
         bad_T = bad_T | ~torch.isfinite(x)
@@ -143,12 +145,11 @@ def _extent(index_T: Tensor) -> int:
 
 
 def _sum_by(index_T: Tensor, value_T: Tensor, bins: int) -> Tensor:
-    return torch.zeros(bins, dtype=value_T.dtype, device=value_T.device).index_add(0, index_T, value_T)
+    return value_T.new_zeros(bins).index_add(0, index_T, value_T)
 
 
 def _max_by(index_T: Tensor, value_T: Tensor, bins: int) -> Tensor:
-    empty = torch.zeros(bins, dtype=value_T.dtype, device=value_T.device)
-    return empty.scatter_reduce(0, index_T, value_T, "amax", include_self=False)
+    return value_T.new_zeros(bins).scatter_reduce(0, index_T, value_T, "amax", include_self=False)
 
 
 def _percentile(sorted_T: Tensor, percent: int) -> float:
@@ -207,9 +208,8 @@ def advantages(kind: str, reward_N: Tensor, group_N: Tensor, valid_N: Tensor | N
     if reward_N.ndim == 2:
         return torch.stack([advantages(kind, column_N, group_N, valid_N) for column_N in reward_N.unbind(1)], 1)
     valid_N = torch.ones_like(group_N, dtype=torch.bool) if valid_N is None else valid_N
-    _same_length(reward=reward_N, group=group_N, valid=valid_N)
     _check_floating(reward_N)
-    _refuse_non_finite(valid_N, False, reward=reward_N)
+    _refuse_non_finite(valid_N, False, reward=reward_N, group=group_N)
     reward_N = torch.where(valid_N, reward_N, 0.0)
     if kind == "reinforce":
         return reward_N
@@ -244,14 +244,13 @@ def token_advantages(advantage_N: Tensor, rollout_T: Tensor, trained_T: Tensor, 
     >>> token_advantages(torch.tensor([0.5, -0.5]), torch.tensor([0, 1, 0]), torch.tensor([True, True, False])).tolist()
     [0.5, -0.5, 0.0]
     """
-    _same_length(rollout=rollout_T, trained=trained_T)
-    _refuse_outside(trained_T, "rollout", rollout_T, len(advantage_N))
-    rollout_T = torch.where(trained_T, rollout_T, 0)
     if advantage_N.ndim == 1:
-        return torch.where(trained_T, advantage_N[rollout_T], 0.0)
-    _same_length(rollout=rollout_T, call=call_T)
+        advantage_N, call_T = advantage_N[:, None], torch.zeros_like(rollout_T)
+    _same_length(rollout=rollout_T, trained=trained_T, call=call_T)
+    _refuse_outside(trained_T, "rollout", rollout_T, advantage_N.shape[0])
     _refuse_outside(trained_T, "call", call_T, advantage_N.shape[1])
-    return torch.where(trained_T, advantage_N[rollout_T, torch.where(trained_T, call_T, 0)], 0.0)
+    at_T = torch.where(trained_T, rollout_T, 0), torch.where(trained_T, call_T, 0)
+    return torch.where(trained_T, advantage_N[at_T], 0.0)
 
 
 def returns(reward_NC: Tensor, calls_N: Tensor, discount: float) -> Tensor:
@@ -322,15 +321,13 @@ def gae(reward_T: Tensor, value_T: Tensor, rollout_T: Tensor, call_T: Tensor, tr
     [0.125, 0.25, 0.5]
     """
     _check_unit(discount=discount, trace=trace)
-    _same_length(reward=reward_T, value=value_T, rollout=rollout_T, call=call_T, trained=trained_T)
-    _refuse_non_finite(trained_T, reward=reward_T, value=value_T)
+    _refuse_non_finite(trained_T, reward=reward_T, value=value_T, rollout=rollout_T, call=call_T)
     at = trained_T.nonzero().squeeze(1)
     for index_T in (call_T, rollout_T):  # stable sorts, the last key first
         at = at[index_T[at].argsort(stable=True)]
-    tokens = zip(*(x_T[at].tolist() for x_T in (reward_T.double(), value_T.detach().double(), rollout_T, call_T)),
-                 strict=True)  # fmt: skip
+    columns = [x_T[at].double() for x_T in (reward_T, value_T.detach(), rollout_T, call_T)]
     found, next_value, ahead, after = [], 0.0, 0.0, (-1, -1)
-    for reward, value, rollout, call in reversed(list(tokens)):
+    for reward, value, rollout, call in reversed(torch.stack(columns, 1).tolist()):
         decay = 0.0 if after[0] != rollout else 1.0 if after[1] == call else discount
         ahead = reward + decay * next_value - value + decay * trace * ahead
         next_value, after = value, (rollout, call)
@@ -351,7 +348,6 @@ def distill(logp_T: Tensor, teacher_T: Tensor, trained_T: Tensor, coefficient: f
     >>> distill(torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([True])).tolist()
     [-2.0]
     """
-    _same_length(logp=logp_T, teacher=teacher_T, trained=trained_T)
     _refuse_non_finite(trained_T, logp=logp_T, teacher=teacher_T)
     return torch.where(trained_T, coefficient * (teacher_T - logp_T).detach(), 0.0)
 
@@ -365,7 +361,6 @@ def whiten(advantage_T: Tensor, trained_T: Tensor, whole_t: Tensor) -> Tensor:
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), torch.tensor([1.0, 3.0])).tolist()[2]
     0.0
     """
-    _same_length(advantage=advantage_T, trained=trained_T)
     _refuse_non_finite(trained_T, advantage=advantage_T)
     _refuse_non_finite(torch.ones_like(whole_t, dtype=torch.bool), False, whole=whole_t)
     if len(whole_t) < 2 or whole_t.max() == whole_t.min():
@@ -421,7 +416,6 @@ def log_ratio(logp_T: Tensor, behaviour_T: Tensor, trained_T: Tensor) -> Tensor:
     >>> round(log_ratio(torch.tensor([-0.7]), torch.tensor([-1.0]), torch.tensor([True])).exp().item(), 4)
     1.3499
     """
-    _same_length(logp=logp_T, behaviour=behaviour_T, trained=trained_T)
     _refuse_non_finite(trained_T, logp=logp_T, behaviour=behaviour_T)
     return torch.where(trained_T, logp_T - behaviour_T, 0.0)
 
@@ -486,7 +480,7 @@ def gate(level: str, mode: str, low: float, high: float, log_ratio_T: Tensor, ro
     [100, 0]
     """
     _check_gate(level, mode, low, high, lag_T, max_lag, statistic, weight, behaviour_T)
-    _same_length(log_ratio=log_ratio_T, rollout=rollout_T, trained=trained_T)
+    _same_length(rollout=rollout_T, trained=trained_T)
     _refuse_non_finite(trained_T, log_ratio=log_ratio_T)
     log_ratio_T = torch.where(trained_T, log_ratio_T.detach(), 0.0)
     reason_T = torch.full_like(trained_T, MASKED, dtype=torch.int8).masked_fill(trained_T, KEPT)
@@ -499,7 +493,9 @@ def gate(level: str, mode: str, low: float, high: float, log_ratio_T: Tensor, ro
         reason_T = reason_T.masked_fill(trained_T & (statistic_T < least), RATIO_LOW)
         reason_T = reason_T.masked_fill(trained_T & (statistic_T > most), beyond)
     if max_lag is not None:
-        reason_T = reason_T.masked_fill(trained_T & (_oldest(lag_T, rollout_T, trained_T) > max_lag), STALE)
+        _same_length(lag=lag_T, rollout=rollout_T)
+        oldest_T = _max_by(rollout_T, torch.where(trained_T, lag_T, 0), _extent(rollout_T))[rollout_T]
+        reason_T = reason_T.masked_fill(trained_T & (oldest_T > max_lag), STALE)
     keep_T = reason_T == KEPT
     carried_T = statistic_T if mode != "mask" or weight == "rollout" else log_ratio_T
     return Decision(keep_T, _weight(level, mode, low, high, carried_T, keep_T), reason_T)
@@ -523,7 +519,6 @@ def _check_gate(level, mode, low, high, lag_T, max_lag, statistic, weight, behav
 
 def _divergence(statistic: str, log_ratio_T: Tensor, behaviour_T: Tensor, trained_T: Tensor) -> Tensor:
     """Divergence between sampler and trainer of "this token or another", float64; 0 where not trained."""
-    _same_length(log_ratio=log_ratio_T, behaviour=behaviour_T)
     _refuse_non_finite(trained_T, behaviour=behaviour_T)
     sampler_T = torch.where(trained_T, behaviour_T.detach().double(), 0.0)
     # Rounding may lift a probability to 1 or above: a certainty in float32, and any step from it infinitely far.
@@ -543,7 +538,7 @@ def rollout_mean(value_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tenso
     >>> rollout_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([0, 0, 1]), torch.tensor([True, True, False])).tolist()
     [2.0, 2.0, 0.0]
     """
-    _same_length(value=value_T, rollout=rollout_T, trained=trained_T)
+    _same_length(rollout=rollout_T, trained=trained_T)
     _refuse_non_finite(trained_T, value=value_T)
     return _statistic("geo", torch.where(trained_T, value_T, 0.0), rollout_T, trained_T)
 
@@ -558,12 +553,6 @@ def _statistic(level: str, value_T: Tensor, rollout_T: Tensor, trained_T: Tensor
         total_N = total_N / _sum_by(rollout_T, trained_T.double(), rollouts).clamp(min=1)
     # Back in the input's precision, a one-token rollout meets the band exactly as a token does.
     return total_N.to(value_T.dtype)[rollout_T]
-
-
-def _oldest(lag_T: Tensor, rollout_T: Tensor, trained_T: Tensor) -> Tensor:
-    """Largest lag among the trained tokens of a rollout, given to every token of it."""
-    _same_length(lag=lag_T, rollout=rollout_T)
-    return _max_by(rollout_T, torch.where(trained_T, lag_T, 0), _extent(rollout_T))[rollout_T]
 
 
 def _weight(level: str, mode: str, low: float, high: float, carried_T: Tensor, keep_T: Tensor) -> Tensor:
@@ -621,21 +610,16 @@ def denominator(kind: str, keep_T: Tensor, rollout_T: Tensor, group_T: Tensor | 
     if kind == "token":
         return keep_T.sum().double()
     if kind == "rollout":
-        kept_N = _sum_by(rollout_T, keep_T.long(), _extent(rollout_T))
-        return (kept_N > 0).sum().double()
+        return (_sum_by(rollout_T, keep_T.long(), _extent(rollout_T)) > 0).sum().double()
     if kind == "group":
-        return _group_part(keep_T, group_T, kept_G)
+        if group_T is None or kept_G is None:
+            raise ValueError("denominator group needs group_T and kept_G, the sum of kept_per_group over ranks")
+        own_G = kept_per_group(keep_T, group_T, len(kept_G))
+        _refuse(own_G > kept_G, "kept_G is smaller than this rank's own count", own=own_G, kept=kept_G)
+        return (own_G.double() / kept_G.clamp(min=1)).sum()
     if not constant or not world_size or constant <= 0 or world_size <= 0:
         raise ValueError(f"denominator constant needs constant > 0 and world_size > 0, got {constant} and {world_size}")
     return torch.tensor(constant / world_size, dtype=torch.float64, device=keep_T.device)
-
-
-def _group_part(keep_T: Tensor, group_T: Tensor | None, kept_G: Tensor | None) -> Tensor:
-    if group_T is None or kept_G is None:
-        raise ValueError("denominator group needs group_T and kept_G, the sum of kept_per_group over ranks")
-    own_G = kept_per_group(keep_T, group_T, len(kept_G))
-    _refuse(own_G > kept_G, "kept_G is smaller than this rank's own count", own=own_G, kept=kept_G)
-    return (own_G.double() / kept_G.clamp(min=1)).sum()
 
 
 def surrogate(kind: str, logp_T: Tensor, proximal_T: Tensor | None, advantage_T: Tensor, weight_T: Tensor,
@@ -668,7 +652,6 @@ def surrogate(kind: str, logp_T: Tensor, proximal_T: Tensor | None, advantage_T:
                          "need 0 <= clip_low <= 1 and 0 <= clip_high < dual_clip - 1")  # fmt: skip
     proximal_T = logp_T.detach() if kind == "reinforce" else proximal_T
     mean_T = rollout_log_rho_T if kind == "gspo" else torch.zeros_like(logp_T)
-    _same_length(logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T, rollout_log_rho=mean_T)
     live_T = weight_T != 0
     _refuse_non_finite(live_T, logp=logp_T, proximal=proximal_T, advantage=advantage_T, weight=weight_T,
                        rollout_log_rho=mean_T)  # fmt: skip
@@ -708,7 +691,6 @@ def value_loss(value_T: Tensor, target_T: Tensor, keep_T: Tensor) -> Tensor:
     >>> value_loss(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([True])).tolist()
     [2.0]
     """
-    _same_length(value=value_T, target=target_T, keep=keep_T)
     _refuse_non_finite(keep_T, value=value_T, target=target_T)
     return torch.where(keep_T, value_T - target_T.detach(), 0.0).square() / 2
 
@@ -726,7 +708,6 @@ def policy_loss(loss_T: Tensor, keep_T: Tensor, denominator: Tensor | float) -> 
     >>> policy_loss(torch.tensor([-1.0] * 2 + [1.0] * 6), torch.ones(8).bool(), 8).item()
     0.5
     """
-    _same_length(loss=loss_T, keep=keep_T)
     _refuse_non_finite(keep_T, loss=loss_T)
     total = torch.where(keep_T, loss_T, 0.0).sum()
     scale = float(denominator)
@@ -752,7 +733,6 @@ def kl(kind: str, logp_T: Tensor, reference_T: Tensor, trained_T: Tensor | None 
     """
     _one_of("kl", kind, KLS)
     trained_T = torch.ones_like(logp_T, dtype=torch.bool) if trained_T is None else trained_T
-    _same_length(logp=logp_T, reference=reference_T, trained=trained_T)
     _refuse_non_finite(trained_T, logp=logp_T, reference=reference_T)
     log_r_T = torch.where(trained_T, reference_T - logp_T, 0.0)
     return {"k1": lambda: -log_r_T, "k2": lambda: log_r_T.square() / 2, "k3": lambda: log_r_T.expm1() - log_r_T}[kind]()
@@ -788,7 +768,6 @@ def mismatch(log_ratio_T: Tensor, trained_T: Tensor) -> dict[str, float]:
     >>> mismatch(torch.tensor([0.25, -0.75]), torch.tensor([True, True]))["mean"]
     0.5
     """
-    _same_length(log_ratio=log_ratio_T, trained=trained_T)
     _refuse_non_finite(trained_T, log_ratio=log_ratio_T)
     log_r = log_ratio_T.detach()[trained_T].double()
     size = log_r.abs().sort().values
@@ -822,15 +801,12 @@ def gate_metrics(decision: Decision, log_ratio_T: Tensor, lag_T: Tensor, rollout
     rollouts, survivors = (len(rollout_T[mask_T].unique()) for mask_T in (trained_T, decision.keep_T))
     weight = decision.weight_T[decision.keep_T].double()
     ratio = log_ratio_T.detach()[trained_T].double().exp().sort().values
+    lag = lag_T[trained_T]
+    lags = torch.bincount(lag.clamp(max=LAG_BINS), minlength=LAG_BINS + 1).double() / len(lag)
+    bins = [*map(str, range(LAG_BINS)), f"{LAG_BINS}plus"]
     return {**shares, "gated": 1 - shares["kept"], "rollouts_gated": 1 - survivors / rollouts if rollouts else math.nan,
             "ess": float(weight.sum().square() / (len(weight) * weight.square().sum())),
-            "ratio_p01": _percentile(ratio, 1), "ratio_p50": _percentile(ratio, 50),
-            "ratio_p99": _percentile(ratio, 99), "ratio_max": _percentile(ratio, 100),
-            **_lag_metrics(lag_T[trained_T])}  # fmt: skip
-
-
-def _lag_metrics(lag_T: Tensor) -> dict[str, float]:
-    shares = torch.bincount(lag_T.clamp(max=LAG_BINS), minlength=LAG_BINS + 1).double() / len(lag_T)
-    names = [f"lag_{i}" for i in range(LAG_BINS)] + [f"lag_{LAG_BINS}plus"]
-    return {"lag_mean": float(lag_T.double().mean()), "lag_max": _percentile(lag_T.sort().values, 100),
-            **dict(zip(names, shares.tolist(), strict=True))}  # fmt: skip
+            **{f"ratio_p{percent:02}": _percentile(ratio, percent) for percent in (1, 50, 99)},
+            "ratio_max": _percentile(ratio, 100), "lag_mean": float(lag.double().mean()),
+            "lag_max": _percentile(lag.sort().values, 100),
+            **{f"lag_{name}": share for name, share in zip(bins, lags.tolist(), strict=True)}}  # fmt: skip
