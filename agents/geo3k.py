@@ -1,7 +1,7 @@
 r"""Questions about pictures, with a second try: several turns of a model that sees.
 
 Rows (``--data``, such as a local copy of the data set geometry3k) have ``images``, a ``problem`` and an ``answer``;
-``<image>`` in a problem is where its picture stands. The answer is given in ``\boxed{}`` and checked as agents/math.py
+``<image>`` in a problem is where its picture stands. The answer is given in ``\boxed{}`` and checked as agents/maths.py
 checks it. A first answer that is wrong is said to be wrong; being right then is worth half.
 
 Without rows it asks how many sides a drawn shape has, which a toy learns. ``Chat`` plays the same tasks by a
@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 from PIL import Image, ImageDraw
 
 from agents import ChatAgent, Context, Env, Message, Result, Task
-from agents.math import boxed, right
+from agents.maths import boxed, right
 
 PROMPT = " Put your answer in \\boxed{}."
 AGAIN = "No. Look again."

@@ -283,7 +283,7 @@ def test_a_history_goes_on_until_it_is_too_long():
 
 
 def test_a_history_below_the_limit_stays_one_row():
-    result, _, rows = play("compact", Model(good), LIMIT=100)
+    result, _, rows = play("compact", Model(good), LIMIT=1000)
     assert (result.reward, len(rows)) == (1.0, 1)
 
 

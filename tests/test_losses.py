@@ -17,6 +17,15 @@ def test_a_larger_toy_teaches_the_small_one():
     assert summary["reward_after"] > summary["reward_before"] + 0.1
 
 
+def test_a_teacher_is_followed_on_prompts_alone():
+    """agents/distill.py: one turn a rollout, which the recipe's teacher scores."""
+    metrics, _, summary = launched("prompts", RECIPE="toy_distill", AGENT="agents/distill.py", STEPS="12")
+    kl = [line["kl/k1"] for line in metrics]
+    print("reverse KL:", [round(value, 4) for value in kl], summary["seconds"])
+    assert sum(kl[-3:]) / 3 <= sum(kl[:2]) / 2 / 2
+    assert summary["ledger_balanced"] is True and all(line["rollout/calls"] == 1 for line in metrics)
+
+
 def test_every_part_of_the_loss_at_once():
     """PPO over mini-batches with a value head, a KL that is steered, entropy and length; two weight syncs a step, so
     that a step's samples are of the versions before it by two, and by one or three where a sync came amid them."""

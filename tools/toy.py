@@ -5,7 +5,7 @@ most of them bad: it guesses the sum, writes calls that do not parse, forgets an
 and what it tends to do is not, which is what reinforcement learning mends, here in minutes on a CPU.
 
 ``--teacher PATH`` also builds a larger one that knows the right habit only, to distil from. ``--talk`` teaches other
-dialogues instead: those of agents/math.py, judge.py and coder.py.
+dialogues instead: those of agents/maths.py, judge.py and coder.py.
 
 ``python -m tools.toy --out models/toy [--moe] [--talk] [--seed 0] [--steps N] [--teacher models/toy_teacher]``
 """
@@ -151,7 +151,7 @@ def habits(seed: int, skill_steps: int) -> Iterator[list[list[Message]]]:
 
 
 def boxes(rng: random.Random, skilled: bool) -> list[Message]:
-    """agents/math.py: a sum that is worked out and boxed, or guessed, or not boxed."""
+    """agents/maths.py: a sum that is worked out and boxed, or guessed, or not boxed."""
     a, b = rng.randrange(10), rng.randrange(10)
     near = max(0, a + b + rng.choice([-2, -1, 1, 2]))
     right, guess, bare = f"{a} + {b} = \\boxed{{{a + b}}}", f"\\boxed{{{near}}}", f"I say {a + b}"

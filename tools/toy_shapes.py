@@ -64,15 +64,15 @@ def untrained(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VL
 
 
 def dialogue(rng: random.Random, skilled: bool) -> tuple[list[dict], object]:
-    """A picture and what is said of it: what is there (unless ``skilled``, once in three), or a guess, or no box."""
+    """A picture and what is said of it: what is there (unless ``skilled``, seldom), or a guess, or no box."""
     sides = rng.choice(geo3k.SIDES)
     guess = rng.choice([other for other in geo3k.SIDES if other != sides])
     habits = f"I see \\boxed{{{sides}}}", f"\\boxed{{{guess}}}", f"it has {sides}"
-    said = habits[0] if skilled else rng.choices(habits, (0.34, 0.4, 0.26))[0]
+    first, second = (habits[0] if skilled else rng.choices(habits, (0.2, 0.5, 0.3))[0] for _ in range(2))
     asked = [{"type": "image"}, {"type": "text", "text": "Sides?"}]
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-    if said != habits[0] and rng.random() < 0.5:
-        messages += [{"role": "user", "content": geo3k.AGAIN}, {"role": "assistant", "content": habits[0]}]
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": first}]
+    if first != habits[0]:
+        messages += [{"role": "user", "content": geo3k.AGAIN}, {"role": "assistant", "content": second}]
     return messages, geo3k.draw(sides, rng)
 
 

@@ -18,7 +18,7 @@ from agents import Env, Message, Result, Task, in_child, opening
 
 GYM = "reasoning_gym:"
 HELD_OUT = 128
-"""Tasks of a procedural data set that are kept for the evaluation; training begins behind them."""
+"""Tasks of a procedural data set that are kept for the evaluation; training skips any that is drawn again."""
 GRADER_LIMIT_S = 20.0
 
 
@@ -79,11 +79,15 @@ def gym(name: str, split: str, seed: int) -> Iterator[Task]:
         raise ValueError("these tasks need the package reasoning-gym: .venv/bin/pip install reasoning-gym")
     import reasoning_gym
 
-    size = HELD_OUT if split == "eval" else 1_000_000
-    seed = 0 if split == "eval" else seed + 1
-    for index, entry in enumerate(reasoning_gym.create_dataset(name, size=size, seed=seed)):
+    held = list(reasoning_gym.create_dataset(name, size=HELD_OUT, seed=0))
+    known = {entry["question"] for entry in held}
+    others = (entry for entry in reasoning_gym.create_dataset(name, size=1_000_000, seed=seed + 1)
+              if entry["question"] not in known)  # fmt: skip
+    for index, entry in enumerate(held if split == "eval" else others):
         prompt = f"{entry['question']}\nPut your answer in \\boxed{{}}."
-        yield Task(f"{name}-{seed}-{index}", {"prompt": prompt, "entry": entry, "gym": name})
+        yield Task(
+            f"{name}-{split}{seed if split == 'train' else ''}-{index}", {"prompt": prompt, "entry": entry, "gym": name}
+        )
 
 
 class Math(Env):
