@@ -650,9 +650,7 @@ class SessionContext:
 
     @asynccontextmanager
     async def aside(self) -> AsyncIterator[str]:
-        session = self._player.open(
-            Sampling(self._player.cfg.temperature, 1.0, self._player.cfg.max_tokens, fixed=False)
-        )
+        session = self._player.open(self._player.sampling(fixed=False))
         try:
             yield f"{self._player.loopback.url(session)}/v1"
         finally:
