@@ -586,16 +586,18 @@ class Policy(nn.Module):
         positions, found, start = positions_T.expand(4, 1, -1).clone(), [], 0
         for row in rows:
             ids_T = torch.from_numpy(row.token_ids).long()[None]
-            image_T, length = ids_T == self.model.config.image_token_id, 0
+            image_T, grid = ids_T == self.model.config.image_token_id, torch.empty(0, 3, dtype=torch.long)
             if row.images:
                 found.append(self.eyes(images=[picture(uri) for uri in row.images], return_tensors="pt"))
                 grid = found[-1]["image_grid_thw"]
-                length = int(grid.prod(1).sum()) // self.eyes.merge_size**2
+            shown, runs = torch.unique_consecutive(image_T[0], return_counts=True)
+            lengths = (grid.prod(1) // self.eyes.merge_size**2).tolist()
+            if runs[shown].tolist() != lengths:
+                raise ValueError(f"row {row.row_id!r} holds images of {runs[shown].tolist()} tokens, where the trainer "
+                                 f"makes {lengths} of them: the engine's image processor is another one")  # fmt: skip
+            if lengths:
                 places, _ = self.model.base_model.get_rope_index(ids_T, image_T.int(), image_grid_thw=grid)
                 positions[1:, :, start : start + len(row)] = places
-            if length != int(image_T.sum()):
-                raise ValueError(f"row {row.row_id!r} has {int(image_T.sum())} image tokens, its images would make "
-                                 f"{length}: the engine's image processor is another one")  # fmt: skip
             start += len(row)
         pixels = {name: torch.cat([one[name] for one in found]) for name in ("pixel_values", "image_grid_thw") if found}
         return {"position_ids": positions} | {name: value.to(positions.device) for name, value in pixels.items()}

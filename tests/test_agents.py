@@ -640,11 +640,11 @@ def trained(agent: str, steps: int, groups: int = 8) -> list[dict]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("style", "steps", "rise"), [
-    ("external", 14, 0.05), ("compact", 18, 0.03), ("team", 14, 0.15),
+    ("calculator", 12, 0.15), ("external", 14, 0.05), ("compact", 18, 0.03), ("team", 14, 0.15),
 ])  # fmt: skip
 def test_the_reward_rises_with_the_real_engine(style, steps, rise, monkeypatch):
     """The two loops over the SDKs are those of compact and team."""
-    monkeypatch.setenv("TEST_LR", "1e-3" if style == "team" else "4e-4")
+    monkeypatch.setenv("TEST_LR", "1e-3" if style in ("calculator", "team") else "4e-4")
     groups = 4 if style == "external" else 8  # each of its rollouts starts a Python and imports the SDK: 1 s of a core
     metrics = trained(f"agents/{style}.py", steps, groups)
     for line in metrics:

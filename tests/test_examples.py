@@ -337,6 +337,22 @@ def test_a_picture_stands_where_its_problem_says():
     assert [part.get("text", "image") for part in bare["content"]] == ["image", "image", "x?"]
 
 
+def test_rows_of_the_data_set_are_played_as_they_are(tmp_path):
+    """A local copy of geometry3k: parquet files whose pictures are encoded."""
+    datasets = pytest.importorskip("datasets")
+    row = {"images": [geo3k.draw(4, random.Random(0))], "problem": "<image>Find x.", "answer": "4"}
+    kinds = datasets.Features({"images": [datasets.Image()], "problem": datasets.Value("string"),
+                               "answer": datasets.Value("string")})  # fmt: skip
+    datasets.Dataset.from_list([row], features=kinds).to_parquet(tmp_path / "train-0.parquet")
+    agent = type("A", (geo3k.Geo3k,), {"data": {"train": str(tmp_path / "train-*.parquet")}})
+    [task] = agent.tasks("train", 0)
+    model = Model(said(r"\boxed{4.0}"))
+    result, ctx = play(agent, task, model, images=True)
+    assert result.reward == 1.0 and "Find x. Put your answer in" in model.asked[0]
+    [[image]] = [row.images for row in ctx.session.rows("r", 0, "t")]
+    assert picture(image).tobytes() == row["images"][0].tobytes()
+
+
 # ------------------------------------------------------------------------------------------------ the real engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """The control address of a rollout node with that model."""
+def node(tmp_path_factory):
+    """The control address of a rollout node with that model; its environment, and its folder."""
     folder, port = tmp_path_factory.mktemp("sees"), free_port()
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tools" / "vision", ROOT / ".venv" / "vision")))
     env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -37,14 +38,16 @@ def url(tmp_path_factory):
     log = folder / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
-    yield f"http://127.0.0.1:{port}"
+    yield f"http://127.0.0.1:{port}", env, folder
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(30) is not None
     print(log.read_text()[-3000:])
 
 
-def test_images_reach_the_engine_and_rows_hold_them_at_full_length(url):
-    """Each rollout is one row: what an image was expanded to in one turn begins the next turn's prompt unchanged."""
+def test_images_reach_the_engine_and_the_trainer(node):
+    """Each rollout is one row: what an image was expanded to in one turn begins the next turn's prompt unchanged. The
+    trainer computes what the engine computed, and refuses images that are not those of the row's tokens."""
+    url, env, folder = node
     client = httpx.Client(
         base_url=url, headers={"x-instar-secret": os.environ["INSTAR_SECRET"]}, timeout=60, trust_env=False
     )
@@ -62,7 +65,8 @@ def test_images_reach_the_engine_and_rows_hold_them_at_full_length(url):
     assert [rollout["status"] for rollout in rollouts] == ["ok"] * 6
     names = [row["row_id"] for rollout in rollouts for row in rollout["rows"]]
     assert len(names) == 6, "one row a rollout"
-    rows = unpack_rows(client.post("/rows", json={"ids": names}).content)
+    data = client.post("/rows", json={"ids": names}).content
+    rows = unpack_rows(data)
     pad = 256 + len(toy.SPECIAL) + len(toy.MARKERS) + 2
     for row in rows:
         assert len(row.images) == 3
@@ -71,3 +75,9 @@ def test_images_reach_the_engine_and_rows_hold_them_at_full_length(url):
         assert (edges[1::2] - edges[::2]).tolist() == [6, 8, 9], "patches of 28 pixels"
         assert sorted(set(row.call[row.sampled])) == [0, 1, 2]
     assert len({tuple(row.token_ids[~row.sampled].tolist()) for row in rows}) == 1, "three ways to say the same"
+    (folder / "rows").write_bytes(data)
+    score = [sys.executable, "tests/score_images.py", folder / "model", folder / "rows"]
+    found = json.loads(subprocess.run(score, env=env, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE).stdout)
+    print(found)
+    assert max(found["packed"], found["alone"]) < 1e-4
+    assert "holds images of [6, 8, 9] tokens, where the trainer makes [9, 8, 6] of them" in found["error"]
