@@ -63,7 +63,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import gate
 import moe_replay
-from agents import end_with_parent
+from agents.children import end_with_parent
 from loopback import TRAINABLE, Row, image_ids, picture, unpack_rows
 
 log = logging.getLogger("rl")

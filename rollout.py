@@ -101,6 +101,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 import agents
 import gate
 import moe_replay
+from agents.children import end_with_parent
 from loopback import (
     TRAINABLE,
     Branch,
@@ -300,7 +301,7 @@ class WorkerExtension:
 
 # A spawned process imports this file twice: as __mp_main__, and by name for WorkerExtension. Names register once.
 if __name__ == "__mp_main__":
-    agents.end_with_parent()
+    end_with_parent()
 else:
     WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
     WeightTransferTrainerFactory.register_engine("gloo", GlooTrainer)

@@ -31,7 +31,7 @@ import pytest
 from conftest import ROOT
 
 import agents
-from agents import calculator
+from agents import calculator, children
 from agents.external import External
 from loopback import Loopback, Sampling, Template, identity_meters
 from tools import toy
@@ -453,7 +453,7 @@ def test_the_example_program_is_an_ordinary_one():
 @pytest.fixture(autouse=True)
 def own_children(monkeypatch):
     """A semaphore belongs to the event loop in which somebody first waited for it."""
-    monkeypatch.setattr(agents, "CHILDREN", asyncio.Semaphore(2))
+    monkeypatch.setattr(children, "CHILDREN", asyncio.Semaphore(2))
 
 
 def graded(function, *args, limit: float = 60.0):
@@ -467,7 +467,7 @@ def test_a_function_runs_in_a_child_wherever_it_stands(monkeypatch):
     assert graded(calculator.last_number, "so it is 12") == 12
     assert graded(agent_graders.secrets) == [], "neither the node's secrets nor its libraries"
     assert len(graded(agent_graders.much)) == 500_000
-    by_path = agents.module_of(str(ROOT / "tests" / "agent_graders.py"))
+    by_path = children.module_of(str(ROOT / "tests" / "agent_graders.py"))
     assert graded(by_path.add, -1, 1) == 0, "an agent's own file is loaded by its path"
 
 
@@ -511,7 +511,7 @@ class Held:
 def grader(folder: Path, name: str = "grader"):
     """The module that a user's file makes."""
     (folder / f"{name}.py").write_text(GRADER)
-    return agents.module_of(str(folder / f"{name}.py"))
+    return children.module_of(str(folder / f"{name}.py"))
 
 
 def test_a_child_that_ends_without_a_result_says_so_and_an_error_is_told_by_type(tmp_path, monkeypatch):
@@ -546,7 +546,7 @@ def test_a_function_that_cannot_be_found_again_is_refused(tmp_path):
 
 def test_a_child_that_never_returns_is_killed_at_its_deadline_and_what_it_started_too(tmp_path, monkeypatch):
     """The one that waits for its place has all of its own time."""
-    monkeypatch.setattr(agents, "CHILDREN", asyncio.Semaphore(1))
+    monkeypatch.setattr(children, "CHILDREN", asyncio.Semaphore(1))
 
     async def go():
         stuck = agents.in_child(agent_graders.never, str(tmp_path), time_limit_s=5)

@@ -23,7 +23,7 @@ import pytest
 from conftest import ROOT
 
 import agents
-from agents import coder
+from agents import children, coder
 from agents.coder import Coder
 from tools import sandbox
 from tools.sandbox import Limits, Outcome, sandboxed
@@ -52,7 +52,7 @@ def box(tmp_path, monkeypatch):
     folder = tmp_path / "boxes"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(agents, "CHILDREN", asyncio.Semaphore(8))
+    monkeypatch.setattr(children, "CHILDREN", asyncio.Semaphore(8))
     monkeypatch.setattr(sandbox, "MISSING", {})
     yield str(folder)
     deadline = time.monotonic() + 10
@@ -65,9 +65,9 @@ def box(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def refused() -> set[str]:
     """The parts that this system refuses."""
-    agents.CHILDREN, before = asyncio.Semaphore(1), agents.CHILDREN
+    children.CHILDREN, before = asyncio.Semaphore(1), children.CHILDREN
     asyncio.run(sandboxed({}, ["-c", ""]))
-    agents.CHILDREN = before
+    children.CHILDREN = before
     return set(sandbox.MISSING)
 
 
@@ -407,7 +407,7 @@ def test_eight_at_once_know_nothing_of_each_other():
 
 
 def test_no_more_run_at_once_than_there_are_places(monkeypatch, box):
-    monkeypatch.setattr(agents, "CHILDREN", asyncio.Semaphore(1))
+    monkeypatch.setattr(children, "CHILDREN", asyncio.Semaphore(1))
 
     async def go():
         stuck, short = run("import time; time.sleep(1000)", limits=QUICK), run("print(1)")

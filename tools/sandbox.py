@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import agents
+from agents import children
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ async def sandboxed(files: Mapping[str, str], arguments: Sequence[str], given: s
     As many run at once as there are cores, which others wait for; that does not count against the time limit. A limit
     is a result. Raises ``RuntimeError`` when no program could be started.
     """
-    async with agents.CHILDREN:
+    async with children.CHILDREN:
         while True:
             without = list(MISSING)
             outcome, refused = await attempt(files, arguments, given.encode(errors="replace"), limits, without)
@@ -97,8 +97,8 @@ async def attempt(files: Mapping[str, str], arguments: Sequence[str], given: byt
         }))  # fmt: skip
         order.chmod(0o600)
         folder.chmod(0o711)  # another user goes through it, and reads nothing in it
-        command, env = [str(PYTHON), "-I", "-S", str(LAUNCHER), str(order)], agents.environment({})
-        out, err, status, ended = await agents.run_to_limits(command, given, limits.wall_s, env, limits.output_bytes)
+        command, env = [str(PYTHON), "-I", "-S", str(LAUNCHER), str(order)], children.environment({})
+        out, err, status, ended = await children.run_to_limits(command, given, limits.wall_s, env, limits.output_bytes)
         ended = ended or "CPU limit" * (status == 128 + signal.SIGXCPU)
         refused = json.loads(report.read_text() or "[]")
         return Outcome(out.decode(errors="replace"), err.decode(errors="replace"), status, ended), refused
