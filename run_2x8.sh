@@ -7,8 +7,8 @@
 #   NODE_RANK=0 MASTER_ADDR=a ROLLOUT_ADDR=b INSTAR_SECRET=... bash run_2x8.sh      by hand, on node a;
 #   the same with NODE_RANK=1 on node b. On one node with GPUs they are split between trainer and engines.
 #
-# Variables: RECIPE RUN SEED STEPS MODEL AGENT ENGINES TRAINER_GPUS PORT PYTHON DRY_RUN=1 (print, start nothing);
-# on a CPU also TRAINER_RANKS.
+# Variables: RECIPE RUN SEED STEPS MODEL AGENT DATA EVAL_DATA ENGINES TRAINER_GPUS PORT PYTHON, on a CPU TRAINER_RANKS;
+# DRY_RUN=1 (print, start nothing).
 set -Eeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 [ -n "${SLURM_SUBMIT_DIR:-}" ] && cd "$SLURM_SUBMIT_DIR"
@@ -92,7 +92,8 @@ PORT=${PORT:-$([ "$NODES" -eq 1 ] && [ -z "${DRY_RUN:-}" ] && "$PY" -c 'import r
 LISTEN=$([ "$NODES" -eq 1 ] && echo 127.0.0.1 || echo 0.0.0.0)
 for role in $ROLES; do
   if [ "$role" = rollout ]; then
-    start rollout "$PY" rollout.py --model "$MODEL" --agent "$AGENT" --device "$DEVICE" --engines "$ENGINES" \
+    start rollout "$PY" rollout.py --model "$MODEL" --agent "$AGENT" \
+      ${DATA:+--data "$DATA"} ${EVAL_DATA:+--eval_data "$EVAL_DATA"} --device "$DEVICE" --engines "$ENGINES" \
       --gpus "$ENGINE_GPUS" --steps "$STEPS" --seed "$SEED" --control_host "$LISTEN" --control_port "$PORT" "${ROLLOUT_FLAGS[@]}"
   else
     start rl "$PY" -m torch.distributed.run --standalone --nproc_per_node "$TRAINER_RANKS" rl.py --model "$MODEL" \

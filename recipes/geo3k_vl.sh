@@ -9,7 +9,7 @@ BUILD_MODEL=("$PY" -m huggingface_hub.cli.hf download Qwen/Qwen2.5-VL-7B-Instruc
 VISION=1
 : "${AGENT:=agents/geo3k.py}"
 ROLLOUT_FLAGS=(--dtype bfloat16 --max_model_len 8192 --max_tokens 2048 --max_num_seqs 128 --group_size 8
-               --groups_per_step 32 --max_lag 1 --tool_parser "" --data "$DATA" --eval_data "$EVAL_DATA")
+               --groups_per_step 32 --max_lag 1 --tool_parser "")
 TRAIN_FLAGS=(--dtype bfloat16 --attention flex_attention --lr 1e-6 --warmup_steps 5 --advantage grpo
              --gate seq_mask_tis --surrogate reinforce --max_lag 1 --token_budget 32768 --checkpoint_activations True
              --eval_tasks 256 --probe_bound 0.3)
