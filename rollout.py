@@ -651,7 +651,8 @@ class SessionContext:
 
     @asynccontextmanager
     async def aside(self) -> AsyncIterator[str]:
-        session = self._player.open(self._player.sampling(fixed=False))
+        cfg = self._player.cfg
+        session = self._player.open(Sampling(cfg.temperature, 1.0, cfg.max_tokens, fixed=False))
         try:
             yield f"{self._player.loopback.url(session)}/v1"
         finally:
@@ -682,10 +683,6 @@ class Player:
         self.statuses: Counter[str] = Counter()
         """Training rollouts that ended since the last manifest, by status."""
         self.errors_logged = 0
-
-    def sampling(self, fixed: bool) -> Sampling:
-        """The rollouts' own parameters of sampling; unless they are ``fixed``, those that a client sends win."""
-        return Sampling(self.cfg.temperature, 1.0, self.cfg.max_tokens, fixed)
 
     async def play(self, task: agents.Task, rollout_id: str, group_id: int, sampling: Sampling, split: str) -> Rollout:
         """Play one rollout to its end. Its sampled tokens are afterwards in its rows or in ``ledger.dropped``."""
@@ -855,7 +852,7 @@ class Scheduler:
     async def play_group(self, group_id: int, task: agents.Task) -> None:
         """The rollouts of one task, side by side."""
         cfg = self.cfg
-        sampling = self.player.sampling(fixed=True)
+        sampling = Sampling(cfg.temperature, 1.0, cfg.max_tokens, fixed=True)
         async with asyncio.TaskGroup() as group:
             names = [f"{group_id}-{index}" for index in range(cfg.group_size)]
             plays = [group.create_task(self.player.play(task, name, group_id, sampling, "train")) for name in names]
