@@ -1051,7 +1051,7 @@ class Syncer:
         vocabulary = range(policy.model.config.get_text_config().vocab_size)
         ids = [token for token in vocabulary if token not in policy.unsaid]
         rng = random.Random(cfg.seed)
-        self.prompts = [rng.choices(ids, k=24) for _ in range(cfg.probe_prompts)]
+        self.prompts = [[rng.choice(ids) for _ in range(24)] for _ in range(cfg.probe_prompts)]
         self.members: list[tuple] = []
         """The engines of the transfer group, by node."""
 

@@ -55,11 +55,11 @@ def worst_difference(node, rows) -> float:
 
 def test_the_probe_agrees_before_and_after_every_weight_changed(node):
     node.nodes.each("/sync/begin", {})
-    assert node.syncer.probe() < 1e-5
+    assert node.syncer.probe() < 3e-5
     node.nodes.each("/sync/commit", {"version": 0})
     for _ in range(2):
         perturb(node)
-        assert sync(node) < 1e-5
+        assert sync(node) < 3e-5
 
 
 def test_recorded_logprobs_equal_the_trainers_forward_over_turns_and_syncs(node):
@@ -196,7 +196,7 @@ def test_the_probe_refuses_a_layer_that_is_taken_for_another(node, monkeypatch):
     with pytest.raises(RuntimeError, match=r"in shares \[0\.[0-5]\d*, 0\.[0-5]\d*\] by layer: its weights, or its"):
         node.syncer.probe()
     monkeypatch.undo()
-    assert node.syncer.probe() < 1e-5
+    assert node.syncer.probe() < 3e-5
     node.nodes.each("/sync/commit", {"version": node.version})
 
 
@@ -215,7 +215,7 @@ def test_routers_that_are_not_sent_stay_in_the_engine(node):
     whole = weights.groups, weights.meta
     weights.groups, weights.meta = frozen.groups, frozen.meta
     try:
-        assert sync(node) < 1e-5
+        assert sync(node) < 3e-5
     finally:
         weights.groups, weights.meta = whole
         for parameter in routers:
@@ -305,7 +305,7 @@ def test_the_probe_catches_a_tensor_that_was_left_out(node, left_out):
     finally:
         rl.Weights.__iter__, node.syncer.weights.meta = whole, everything
     assert node.nodes.wait_ready()[0]["version"] == node.version
-    assert sync(node) < 1e-5
+    assert sync(node) < 3e-5
 
 
 def test_what_a_client_asks_for_in_evaluation_the_engine_does(node):
