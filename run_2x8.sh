@@ -60,9 +60,9 @@ fi
 
 # ---- stop: whatever happens, every process group that was started ends
 PIDS=()
-stop_all() {
-  local code=$? pid
-  trap - EXIT INT TERM
+stop() {
+  local pid
+  trap '' INT TERM
   for pid in "${PIDS[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
   for _ in $(seq 150); do
     local alive=0
@@ -71,9 +71,8 @@ stop_all() {
     sleep 0.1
   done
   for pid in "${PIDS[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
-  exit "$code"
 }
-trap stop_all EXIT
+trap stop EXIT
 trap 'echo "run_2x8.sh: interrupted" >&2; exit 130' INT TERM
 
 # ---- set-up and model, timed
@@ -114,10 +113,10 @@ while [ "${#LEFT[@]}" -gt 0 ] && [ "$CODE" -eq 0 ]; do
   for i in "${!LEFT[@]}"; do if [ "${LEFT[i]}" = "$ENDED" ]; then unset "LEFT[i]"; fi; done
 done
 if [ "$CODE" -ne 0 ]; then
-  sleep 1   # the other side's last line may name the cause
+  sleep 1 && stop   # the other side's last line may name the cause, and is there once it has ended
   echo "run_2x8.sh: error: the run failed (exit $CODE); causes, and the logs they are from:" >&2
-  grep -H -E '^(rollout|rl)\.py: error: |No space left|Killed|out of memory' "$OUT"/*.log | awk '!seen[$0]++' | head -n 5 >&2 ||
-    tail -n 3 "$OUT"/*.log >&2
+  grep -H -E '^(rollout|rl)\.py: error: |No space left|Killed|out of memory' "$OUT"/*.log | grep -v 'stopped by SIGTERM$' |
+    awk '!seen[$0]++' | head -n 5 | grep . >&2 || tail -n 3 "$OUT"/*.log >&2
   exit "$CODE"
 fi
 if [ "$NODE_RANK" -eq 0 ]; then

@@ -39,7 +39,7 @@ async def play(
     """
     added: list[tuple[int, int]] = []
 
-    def add(a: int, b: int) -> int:
+    async def add(a: int, b: int) -> int:  # not in a thread each: two calls at once are then made in their order
         """Add two numbers.
 
         Args:

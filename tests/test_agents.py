@@ -610,7 +610,8 @@ def launched(run: str, **variables: str) -> tuple[list[dict], list[dict], dict]:
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
     try:
         out, _ = launcher.communicate(timeout=1200)  # a slow machine builds the toy in five minutes
-        assert launcher.returncode == 0, out
+        logs = "".join(f"\n{log}\n{log.read_text()[-6000:]}" for log in folder.glob("*.log"))
+        assert launcher.returncode == 0, out + logs
         metrics, ledger = (
             [json.loads(line) for line in (folder / f"{file}.jsonl").read_text().splitlines()]
             for file in ("metrics", "ledger")
