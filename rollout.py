@@ -347,8 +347,15 @@ def start_engine(cfg: RolloutConfig, moe: bool, index: int, gpus: list[str]) -> 
     else:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cfg.kv_cache_gib))
         os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # a crash in native code leaves its stack in the log
     log.info("starting engine %d of %d", index + 1, cfg.engines)
     return AsyncLLM.from_engine_args(engine_args(cfg, moe, index))
+
+
+def how_ended(engine: AsyncLLM) -> str:
+    """`` (exit status -9)`` of an engine's process that has ended, which is all there is when a signal ended it."""
+    return "".join(f" (exit status {status})"
+                   for status in engine.engine_core.resources.engine_manager.finished_procs().values())  # fmt: skip
 
 
 class Router:
@@ -1097,14 +1104,18 @@ class Node:
             self.router.revive(index, await self.engine(index))
 
     async def fault(self, engine: AsyncLLM) -> str | None:
-        """What is wrong with an engine. A weight sync may keep it busy for long, and has deadlines of its own."""
-        began, alive = time.monotonic(), asyncio.create_task(engine.is_paused())
+        """What is wrong with an engine. A weight sync may keep it busy for long, and has deadlines of its own.
+
+        The time counted is what this loop has seen pass: when the whole machine stood still, an engine is not to blame.
+        """
+        silent_s, alive = 0.0, asyncio.create_task(engine.is_paused())
         while not engine.errored and not (await asyncio.wait({alive}, timeout=0.5))[0]:
-            if time.monotonic() - began > self.cfg.engine_timeout_s and not self.syncing:
+            silent_s += 0.5
+            if silent_s > self.cfg.engine_timeout_s and not self.syncing:
                 alive.cancel()
                 return f"gave no sign of life for {self.cfg.engine_timeout_s:g} s"
         alive.cancel()
-        return "died" if engine.errored else None
+        return f"died{how_ended(engine)}" if engine.errored else None
 
     async def watch(self) -> None:
         """Notice a broken invariant or a silent trainer, once a second."""
@@ -1247,8 +1258,9 @@ class Node:
             if self.router.members != set(members) or not members:
                 raise EngineFailure("an engine died")
         except Exception as error:
+            ends = "".join(how_ended(self.engines[index]) for index in members)
             self.fail(f"weight sync to version {self.router.version + 1}, engines {members}: "
-                      f"{type(error).__name__}: {error}")  # fmt: skip
+                      f"{type(error).__name__}: {error}{ends}")  # fmt: skip
             raise
 
     async def connect(self, request: web.Request) -> web.Response:

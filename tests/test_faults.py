@@ -69,7 +69,7 @@ def test_engines_that_die_and_hang_are_replaced_and_agents_may_fail_in_every_way
     assert run.process.returncode == 0, out + (run.folder / "rollout.log").read_text()[-3000:]
     metrics, dropped = lines(run.folder / "metrics.jsonl"), check_account(run.folder)
     said = (run.folder / "rollout.log").read_text()
-    assert "engine 0 died: it is started again" in said
+    assert "engine 0 died (exit status -9): it is started again" in said
     assert "engine 1 gave no sign of life for 10 s: it is started again" in said
     assert metrics[-1]["rollout/engine_restarts"] == 2
     assert "'0, start 2'" in log.read_text(), "the engine that was started again has joined a weight sync"
@@ -99,7 +99,7 @@ def test_one_engine_too_many_ends_the_run_with_its_cause(models, launch):
     out = run.end(60)
     assert run.process.returncode != 0
     assert "rollout.py: error: " in out
-    assert "engine 0 died, after 0 restarts (engine_restarts)" in out
+    assert "engine 0 died (exit status -9), after 0 restarts (engine_restarts)" in out
 
 
 def test_a_run_goes_on_when_a_node_is_gone_or_slow(models, tmp_path):

@@ -634,6 +634,12 @@ class SyncEngine(FakeEngine):
     """Each phase of a weight sync works, fails, or never ends; ``errored`` as AsyncLLM has it."""
 
     phase, way, errored = "", "", False
+    statuses: dict = {}
+
+    @property
+    def engine_core(self):
+        manager = SimpleNamespace(finished_procs=lambda: self.statuses)
+        return SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
 
     def __getattr__(self, name):
         if name not in PHASES.values():
@@ -684,6 +690,7 @@ def test_a_weight_sync_that_is_interrupted_ends_the_node_in_time_and_commits_not
         assert await ask(node, "begin") == {"engines": ["0, start 1", "1, start 1"], "workers": 2}
         if way == "is lost":
             asyncio.get_running_loop().call_later(0.05, node.router.lose, 1)
+            engines[1].statuses = {"EngineCore": -11}
         for phase in list(PHASES)[: list(PHASES).index(broken)]:
             await ask(node, phase)
         began = time.monotonic()
@@ -694,6 +701,7 @@ def test_a_weight_sync_that_is_interrupted_ends_the_node_in_time_and_commits_not
     node, seconds = asyncio.run(scenario())
     assert node.stop.is_set() and node.failure.startswith("weight sync to version 1, engines [0, 1]: ")
     assert {"fails": "the link is down", "never ends": "TimeoutError", "is lost": "EngineDead"}[way] in node.failure
+    assert (way == "is lost") == node.failure.endswith(" (exit status -11)")
     assert (node.router.version, node.router.admission.is_set()) == (0, False) and seconds < 5
 
 
@@ -755,7 +763,7 @@ def test_an_engine_that_gives_no_sign_of_life_or_died_is_started_again_but_not_f
 
     async def scenario():
         hangs, dies = Engine(), Engine()
-        hangs.way, dies.errored, dies.way = "hangs", True, "works"
+        hangs.way, dies.errored, dies.way, dies.statuses = "hangs", True, "works", {"EngineCore": -9}
         node = synced_node(monkeypatch, [hangs])
         node.cfg.engine_restarts, node.syncing = 1, True
         node.engine = lambda index: asyncio.sleep(0, dies)
@@ -763,7 +771,7 @@ def test_an_engine_that_gives_no_sign_of_life_or_died_is_started_again_but_not_f
         await asyncio.sleep(2.5)
         assert node.router.alive == {0} and not hangs.errored
         node.syncing = False
-        with pytest.raises(EngineFailure, match=r"engine 0 died, after 1 restarts .*its own last words"):
+        with pytest.raises(EngineFailure, match=r"engine 0 died \(exit status -9\), after 1 restarts .*its own last words"):
             await asyncio.wait_for(keeping, 9)
         assert hangs.errored and node.router.starts == [2] and node.router.fit == set()
 
