@@ -641,7 +641,7 @@ def trained(agent: str, steps: int, groups: int = 8) -> list[dict]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("style", "steps", "rise"), [
-    ("calculator", 12, 0.15), ("external", 14, 0.05), ("compact", 18, 0.03), ("team", 14, 0.15),
+    ("calculator", 12, 0.15), ("external", 10, 0.05), ("compact", 18, 0.03), ("team", 10, 0.15),
 ])  # fmt: skip
 def test_the_reward_rises_with_the_real_engine(style, steps, rise, monkeypatch):
     """The two loops over the SDKs are those of compact and team."""

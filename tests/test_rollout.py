@@ -633,12 +633,11 @@ def test_without_a_fit_engine_calls_wait_and_one_that_is_back_samples_only_after
 class SyncEngine(FakeEngine):
     """Each phase of a weight sync works, fails, or never ends; ``errored`` as AsyncLLM has it."""
 
-    phase, way, errored = "", "", False
-    statuses: dict = {}
+    phase, way, errored, status = "", "", False, None
 
     @property
     def engine_core(self):
-        manager = SimpleNamespace(finished_procs=lambda: self.statuses)
+        manager = SimpleNamespace(finished_procs=lambda: {"EngineCore": self.status} if self.status else {})
         return SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
 
     def __getattr__(self, name):
@@ -690,7 +689,7 @@ def test_a_weight_sync_that_is_interrupted_ends_the_node_in_time_and_commits_not
         assert await ask(node, "begin") == {"engines": ["0, start 1", "1, start 1"], "workers": 2}
         if way == "is lost":
             asyncio.get_running_loop().call_later(0.05, node.router.lose, 1)
-            engines[1].statuses = {"EngineCore": -11}
+            engines[1].status = -11
         for phase in list(PHASES)[: list(PHASES).index(broken)]:
             await ask(node, phase)
         began = time.monotonic()
@@ -763,7 +762,7 @@ def test_an_engine_that_gives_no_sign_of_life_or_died_is_started_again_but_not_f
 
     async def scenario():
         hangs, dies = Engine(), Engine()
-        hangs.way, dies.errored, dies.way, dies.statuses = "hangs", True, "works", {"EngineCore": -9}
+        hangs.way, dies.errored, dies.way, dies.status = "hangs", True, "works", -9
         node = synced_node(monkeypatch, [hangs])
         node.cfg.engine_restarts, node.syncing = 1, True
         node.engine = lambda index: asyncio.sleep(0, dies)
@@ -771,7 +770,7 @@ def test_an_engine_that_gives_no_sign_of_life_or_died_is_started_again_but_not_f
         await asyncio.sleep(2.5)
         assert node.router.alive == {0} and not hangs.errored
         node.syncing = False
-        with pytest.raises(EngineFailure, match=r"engine 0 died \(exit status -9\), after 1 restarts .*its own last words"):
+        with pytest.raises(EngineFailure, match=r"engine 0 died \(exit status -9\), after 1 restarts"):
             await asyncio.wait_for(keeping, 9)
         assert hangs.errored and node.router.starts == [2] and node.router.fit == set()
 
