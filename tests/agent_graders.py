@@ -23,10 +23,9 @@ def crashes() -> None:
 
 
 def never(folder: str) -> None:
-    """Leaves its pid, and that of a child, as files; then stands still for ever."""
+    """Leaves its pid and that of a child as one file's name; then stands still for ever."""
     child = subprocess.Popen(["sleep", "1000"])
-    for pid in (os.getpid(), child.pid):
-        (Path(folder) / str(pid)).touch()
+    (Path(folder) / f"{os.getpid()}-{child.pid}").touch()
     while True:
         time.sleep(1)
 

@@ -325,7 +325,8 @@ def alive(pid: int) -> bool:
 
 def gone(folder: Path) -> bool:
     """Whether the processes that named themselves in ``folder`` are dead, within a moment."""
-    pids = [int(file.name) for file in folder.iterdir()]
+    (file,) = folder.iterdir()
+    pids = [int(pid) for pid in file.name.split("-")]
     assert len(pids) == 2, "the program and its child"
     for _ in range(1000):
         if not any(map(alive, pids)):
@@ -335,8 +336,8 @@ def gone(folder: Path) -> bool:
 
 
 def parent_of_a_sleeper(folder: Path, then: str) -> tuple[str, ...]:
-    """A program that starts a child, which inherits its output, and leaves both pids as files."""
-    return "sh", "-c", f"sleep 1000 & touch {folder}/$$ {folder}/$!; {then}"
+    """A program that starts a child, which inherits its output, and leaves both pids as one file's name."""
+    return "sh", "-c", f"sleep 1000 & touch {folder}/$$-$!; {then}"
 
 
 @pytest.mark.parametrize(("status", "reward"), [(0, 1.0), (1, 0.0)])
@@ -401,7 +402,7 @@ def test_a_program_that_sleeps_for_ever_is_killed_with_its_children_at_its_limit
 
 def test_a_cancelled_rollout_kills_its_program_with_its_children(tmp_path):
     with pytest.raises(asyncio.CancelledError):
-        external(*parent_of_a_sleeper(tmp_path, "wait"), cancel_when=lambda: len(list(tmp_path.iterdir())) == 2)
+        external(*parent_of_a_sleeper(tmp_path, "wait"), cancel_when=lambda: any(tmp_path.iterdir()))
     assert gone(tmp_path)
 
 
@@ -567,7 +568,7 @@ def test_a_program_never_sees_our_secrets_even_if_asked_to():
 def test_a_cancelled_caller_leaves_no_child(tmp_path):
     async def go():
         grading = asyncio.create_task(agents.in_child(agent_graders.never, str(tmp_path), time_limit_s=60))
-        while len(list(tmp_path.iterdir())) < 2:
+        while not any(tmp_path.iterdir()):
             await asyncio.sleep(0.01)
         grading.cancel()
         await asyncio.wait({grading})
