@@ -10,7 +10,8 @@ Read ``train`` first: it is the algorithm. Everything above it is a part it name
   deadline   ``wait_s`` for a batch, ``request_timeout_s`` for any other request, ``wait_s`` for a collective
   failure    any violated invariant raises; torchrun then ends the other ranks, the launcher the rollout nodes.
              A node that is gone is left out, as long as another is there; within a weight transfer it ends the run
-  shutdown   after the last step rank 0 closes the ledger, evaluates, and tells the nodes to end
+  shutdown   after the last step rank 0 closes the ledger, evaluates, and tells the nodes to end; a trainer that was
+             ended before goes on from its last checkpoint (``--resume auto``), with nodes that are started anew
 
 Departures from the usual: the batch is scored once without gradient before the first backward, because the gate
 decides over whole rollouts and the loss has one global denominator, known before any gradient is taken. A step is one
@@ -24,12 +25,14 @@ of a batch, C calls of a rollout, D hidden size, V vocabulary, L mixture-of-expe
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import logging
 import math
 import os
 import random
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +48,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -137,6 +142,9 @@ class TrainConfig:
     checkpoint_activations: bool = flag(False, "recompute each layer in the backward pass")
     replay: bool = flag(True, "mixture-of-experts models: replay the engine's routes")
     freeze_router: bool = flag(False, "mixture-of-experts models: train no router, and send none to the engines")
+    checkpoint_steps: int = flag(0, "steps between checkpoints, from which --resume goes on; 0: none")
+    checkpoint_keep: int = flag(2, "checkpoints kept, the newest")
+    resume: str = flag("", "folder of the checkpoint to go on from; auto: the newest in --out, or a new start")
     keep_rows: bool = flag(False, "keep the rows of every batch in the run's folder, for --retrain")
     retrain: str = flag("", "folder of a run that kept its rows: train again, by its config, from them, with no engine")
     eval_tasks: int = flag(128, "held-out tasks evaluated (greedy) before and after training; 0: none")
@@ -172,7 +180,8 @@ def read_gate(text: str) -> dict:
 
 LEAST = {"steps": 1, "token_budget": 2, "head_chunk": 1, "minibatches": 1, "max_lag": 0, "lr": 0, "grad_clip": 1e-9,
          "kl_coef": 0, "kl_target": 0, "entropy_coef": 0, "value_coef": 0, "distill_coef": 0, "overlong_limit": 0,
-         "overlong_penalty": 0, "dual_clip": 0, "denominator_constant": 1e-9, "probe_agreement": 0}  # fmt: skip
+         "overlong_penalty": 0, "dual_clip": 0, "denominator_constant": 1e-9, "probe_agreement": 0,
+         "checkpoint_steps": 0, "checkpoint_keep": 1}  # fmt: skip
 """The smallest value of a field."""
 
 
@@ -204,6 +213,10 @@ def validate(cfg: TrainConfig) -> None:
         if not least <= vars(cfg)[name] < math.inf:  # nor NaN
             raise ValueError(f"--{name} {vars(cfg)[name]} must be finite and {least} or more")
     validate_loss(cfg)
+    if (path := checkpoint_of(cfg)) and not (path / "state.json").is_file():
+        raise ValueError(
+            f"--resume {path} holds no state.json; give auto or a folder such as RUN/checkpoints/step-000040"
+        )
     if not os.environ.get("INSTAR_SECRET") and not cfg.retrain:
         raise ValueError("INSTAR_SECRET is not set; export the same random string for the trainer and every node")
 
@@ -346,6 +359,8 @@ class Nodes:
         """What each node's manifests have told of its sampled tokens: all of them, and those still pending."""
         self.unpaid: list[dict] = []
         """Ledger pieces of nodes that are gone, for the next line."""
+        self.earlier = 0
+        """Tokens that the nodes of before a resume sampled, as far as the run goes on from them."""
 
     def request(self, method: str, url: str, **kwargs) -> httpx.Response:
         """One request. Raises in one line: ``NodeGone``, or ``RuntimeError`` when the node answers with an error."""
@@ -435,7 +450,19 @@ class Nodes:
         batch = merge_manifests(list(self.parts.values()))
         self.settle(batch["ledger"])
         self.parts = {}
-        return batch
+        return {"step": version // self.cfg.versions_per_step + 1} | batch
+
+    def resume(self, states: list[dict], saved: Saved, sampled: int, pending: int) -> None:
+        """Bring new nodes to where those of a checkpoint were. What those had ``pending`` is lost."""
+        for state in states:
+            if f"{state['seed']}" not in saved.positions:
+                raise ValueError(f"--resume: a rollout node has seed {state['seed']}, the checkpoint's had "
+                                 f"{', '.join(saved.positions)}; start the nodes with these")  # fmt: skip
+        version = saved.step * self.cfg.versions_per_step
+        asked = [{"version": version, "position": saved.positions[f"{state['seed']}"]} for state in states]
+        self.each("/resume", asked)
+        self.earlier = sampled
+        self.unpaid.append(dict.fromkeys(LEDGER, 0) | {"pending_before": pending, "dropped": {"resume": pending}})
 
     def settle(self, ledger: dict) -> None:
         """Add what nodes that are gone still owe."""
@@ -444,28 +471,29 @@ class Nodes:
 
     def sampled(self) -> int:
         """Tokens that all nodes ever sampled, by their own count where it can be had."""
-        return sum(self.health(url)["sampled"] if url in self.urls else told["sampled"]
-                   for url, told in self.told.items())  # fmt: skip
+        return self.earlier + sum(self.health(url)["sampled"] if url in self.urls else told["sampled"]
+                                  for url, told in self.told.items())  # fmt: skip
 
-    def rows(self, url: str, row_ids: list[str]) -> list[Row]:
-        """Rows by id."""
+    def rows(self, url: str, row_ids: list[str], step: int) -> list[Row]:
+        """Rows by id, of the step's manifest."""
         data = self.request("POST", url + "/rows", json={"ids": row_ids}).content
         if self.cfg.keep_rows:
-            path = kept_rows(self.cfg.out, url, row_ids)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            folder = kept_rows(self.cfg.out, url, step)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{row_ids[0]}.safetensors").write_bytes(data)
         return unpack_rows(data)
 
 
-def kept_rows(run: str, url: str, row_ids: list[str]) -> Path:
-    """Where a run keeps what a rank fetched at once; a node numbers its rollouts through the whole run."""
-    return Path(run) / "rows" / f"{re.sub(r'[^0-9A-Za-z.]+', '-', url)}_{row_ids[0]}.safetensors"
+def kept_rows(run: str, url: str, step: int) -> Path:
+    """Where a run keeps what its ranks fetched from a node for a step, a file for each rank."""
+    return Path(run) / "rows" / f"step-{step:06d}" / re.sub(r"[^0-9A-Za-z.]+", "-", url)
 
 
 class Recorded:
     """In the nodes' place, a run that kept its rows: the same batches at the same versions, and no engine.
 
-    On a CPU, with as many ranks, training from it gives the run's weights again, bit for bit.
+    On a CPU, with as many ranks, training from it gives the run's weights again, bit for bit; with more or fewer, all
+    but for rounding.
     """
 
     def __init__(self, cfg: TrainConfig):
@@ -480,8 +508,13 @@ class Recorded:
     def manifest(self, version: int) -> dict:
         return self.batches[version // self.cfg.versions_per_step]
 
-    def rows(self, url: str, row_ids: list[str]) -> list[Row]:
-        return unpack_rows(kept_rows(self.cfg.retrain, url, row_ids).read_bytes())
+    def resume(self, states: list[dict], saved: Saved, sampled: int, pending: int) -> None:
+        pass
+
+    def rows(self, url: str, row_ids: list[str], step: int) -> list[Row]:
+        files = kept_rows(self.cfg.retrain, url, step).iterdir()
+        rows = {row.row_id: row for path in files for row in unpack_rows(path.read_bytes())}
+        return [rows[name] for name in row_ids]
 
     def each(self, path: str, bodies: dict) -> list[httpx.Response]:
         return [httpx.Response(200, json=self.end["ledger"])] if path == "/finish" else []
@@ -758,7 +791,7 @@ def fetch(manifest: dict, ranks: Ranks, nodes: Nodes) -> list[tuple[Row, int]]:
     fetched, gone = [], torch.zeros(len(urls))
     for url, owner in wanted.items():
         try:
-            rows = nodes.rows(url, list(owner))
+            rows = nodes.rows(url, list(owner), manifest["step"])
         except NodeGone as error:
             log.error("%s", error)
             gone[urls.index(url)] = 1
@@ -1054,6 +1087,8 @@ class Syncer:
         self.prompts = [[rng.choice(ids) for _ in range(24)] for _ in range(cfg.probe_prompts)]
         self.members: list[tuple] = []
         """The engines of the transfer group, by node."""
+        self.positions: dict[str, dict] = {}
+        """Where each node, by its seed, was in its tasks when it last stopped for a sync."""
 
     def connect(self, workers: list[int]):
         """A new transfer group with all engines' workers; rank 0 sends."""
@@ -1075,6 +1110,7 @@ class Syncer:
         began = time.monotonic()
         if self.ranks.rank == 0:
             states = [reply.json() for reply in self.nodes.each("/sync/begin", {})]
+            self.positions |= {f"{state['seed']}": state["position"] for state in states}
             members = [(url, *state["engines"]) for url, state in zip(self.nodes.urls, states, strict=True)]
             if members != self.members:  # at first; and when an engine was started again, or a node is gone
                 log.info("weight transfer to %s", members)
@@ -1155,15 +1191,32 @@ def ledger_line(step: int, node: dict, counts_RC: torch.Tensor, listed: int) -> 
 class Journal:
     """The run's files; rank 0 alone writes."""
 
-    def __init__(self, cfg: TrainConfig, ranks: Ranks):
+    def __init__(self, cfg: TrainConfig, ranks: Ranks, saved: Saved):
         self.root, self.writes = Path(cfg.out), ranks.rank == 0
-        self.sampled = 0
-        """Sampled tokens over the ledger's lines."""
+        self.sampled = self.pending = 0
+        """Sampled tokens over the ledger's lines, and those that its last line leaves pending."""
         if self.writes:
             self.root.mkdir(parents=True, exist_ok=True)
             (self.root / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
-            for name in ("metrics.jsonl", "ledger.jsonl", "schedule.jsonl"):
-                (self.root / name).write_text("")
+            versions = {found.name: found.version for found in importlib.metadata.distributions()}
+            (self.root / "versions.json").write_text(json.dumps(versions, indent=2, sort_keys=True) + "\n")
+            self.go_on(Path(saved.run), saved.step)
+
+    def go_on(self, run: Path, step: int) -> None:
+        """Keep what ``run`` wrote of its first steps; a run that begins keeps nothing."""
+        for name in ("metrics.jsonl", "ledger.jsonl", "schedule.jsonl"):
+            path = run / name
+            lines = path.read_text().splitlines() if step else []
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+            (self.root / name).write_text("".join(f"{line}\n" for line in kept))
+            if name == "ledger.jsonl":
+                for line in map(json.loads, kept):
+                    self.sampled, self.pending = self.sampled + line["sampled"], line["pending_after"]
+        for path in sorted((run / "rows").glob("step-*")):
+            if run == self.root and int(path.name[5:]) > step:
+                shutil.rmtree(path)
+            elif run != self.root and int(path.name[5:]) <= step:
+                shutil.copytree(path, self.root / "rows" / path.name, dirs_exist_ok=True)
 
     def ledger(self, line: dict) -> None:
         """A balanced line."""
@@ -1245,19 +1298,95 @@ def replay_metrics(policy: Policy, micro: list[MicroBatch], scored: Scored, step
     return metrics
 
 
-def save_model(policy: Policy, cfg: TrainConfig, ranks: Ranks, path: Path) -> None:
-    """The policy as a Hugging Face folder, which transformers and vLLM load."""
+def save_model(policy: Policy, cfg: TrainConfig, path: Path, writes: bool) -> None:
+    """The policy as a Hugging Face folder, which transformers and vLLM load. Every rank gathers, one writes."""
     state = {}
     persistent = policy.model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in policy.model.named_buffers() if name in persistent]
     with torch.no_grad():
         for name, parameter in [*policy.model.named_parameters(), *buffers]:
             tensor = full(parameter)
-            if ranks.rank == 0:
+            if writes:
                 state[name] = tensor.cpu()
-    if ranks.rank == 0:
+    if writes:
         policy.model.save_pretrained(path, state_dict=state)
         (AutoProcessor if policy.eyes else AutoTokenizer).from_pretrained(cfg.model).save_pretrained(path)
+
+
+# --------------------------------------------------------------------------------------------- checkpoints
+
+
+@dataclass
+class Saved:
+    """What a checkpoint holds beside the weights and the optimizer's state; of step 0 for a run that begins.
+
+    Nothing of chance is in it: every step seeds torch anew, and the nodes' tasks follow from their seeds.
+    """
+
+    run: str
+    """Folder of the run that wrote it."""
+    step: int
+    kl_coef: float
+    reward_before: float | None
+    positions: dict[str, dict]
+    """Where each rollout node, by its seed, was in its tasks."""
+    config: dict
+
+
+def checkpoint_of(cfg: TrainConfig) -> Path | None:
+    """The checkpoint that ``--resume`` means, None for a run that begins."""
+    if cfg.resume == "auto":
+        return max((Path(cfg.out) / "checkpoints").glob("step-*"), default=None)
+    return Path(cfg.resume) if cfg.resume else None
+
+
+class Checkpoints:
+    """``checkpoints/step-000040`` of a run: the sharded weights and optimizer state as torch.distributed.checkpoint
+    writes them, which any number of ranks can read, and ``state.json``.
+
+    Each is written aside and renamed: a kill at any byte leaves the one before whole.
+    """
+
+    def __init__(self, cfg: TrainConfig, ranks: Ranks, policy: Policy, optimizer):
+        self.cfg, self.ranks, self.parts = cfg, ranks, (policy, optimizer)
+        self.folder = Path(cfg.out) / "checkpoints"
+
+    def tensors(self) -> dict:
+        """Weights and optimizer state by their names, as shards."""
+        return dict(zip(("model", "optimizer"), get_state_dict(*self.parts), strict=True))
+
+    def load(self) -> Saved:
+        """Put the checkpoint of ``--resume`` into the policy and its optimizer. Raises ``ValueError`` where the
+        config's versions are not the checkpoint's; whatever else of the config changed is logged."""
+        cfg, path = self.cfg, checkpoint_of(self.cfg)
+        if path is None:
+            return Saved(cfg.out, 0, cfg.kl_coef, None, {}, asdict(cfg))
+        saved = Saved(**json.loads((path / "state.json").read_text()) | {"run": f"{path.parent.parent}"})
+        theirs, tensors = TrainConfig(**saved.config), self.tensors()
+        if theirs.versions_per_step != cfg.versions_per_step:
+            raise ValueError(f"--resume {path}: a step makes {cfg.versions_per_step} versions, in the checkpoint "
+                             f"{theirs.versions_per_step}; keep --minibatches and --sync_minibatches")  # fmt: skip
+        changed = {name: (old, vars(cfg)[name]) for name, old in vars(theirs).items() if old != vars(cfg)[name]}
+        log.info("resuming after step %d of %s; changed since: %s", saved.step, path, changed)
+        dcp.load(tensors, checkpoint_id=path)
+        set_state_dict(*self.parts, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
+        return replace(saved, kl_coef=saved.kl_coef if cfg.kl_target else cfg.kl_coef)
+
+    def save(self, saved: Saved) -> None:
+        """Write a checkpoint when one is due after this step, and remove the oldest beyond ``checkpoint_keep``."""
+        if not self.cfg.checkpoint_steps or saved.step % self.cfg.checkpoint_steps:
+            return
+        aside, writes = self.folder / "unfinished", self.ranks.rank == 0
+        if writes:
+            shutil.rmtree(aside, ignore_errors=True)
+        dist.barrier()
+        dcp.save(self.tensors(), checkpoint_id=aside)
+        if writes:
+            (aside / "state.json").write_text(json.dumps(asdict(saved)) + "\n")
+            aside.rename(self.folder / f"step-{saved.step:06d}")
+            for old in sorted(self.folder.glob("step-*"))[: -self.cfg.checkpoint_keep]:
+                shutil.rmtree(old)
+        dist.barrier()
 
 
 # ------------------------------------------------------------------------------------------------- the loop
@@ -1289,17 +1418,18 @@ def evaluate(cfg: TrainConfig, ranks: Ranks, nodes: Nodes, syncer: Syncer, versi
 
 
 def make_optimizer(policy: Policy, cfg: TrainConfig):
-    """AdamW with warm-up."""
+    """AdamW, which ``steer`` sets up for each step."""
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
-    betas = (cfg.beta1, cfg.beta2)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=cfg.lr, betas=betas, weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
 
-    def factor(step: int) -> float:
-        decay = 1 - 0.9 * step / cfg.steps if cfg.lr_decay else 1.0
-        return min(1.0, (step + 1) / max(1, cfg.warmup_steps)) * decay
 
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+def steer(optimizer, cfg: TrainConfig, step: int) -> float:
+    """Set the optimizer up for a step, counted from 0, by the config alone; returns the learning rate."""
+    decay = 1 - 0.9 * step / cfg.steps if cfg.lr_decay else 1.0
+    lr = cfg.lr * (min(1.0, (step + 1) / max(1, cfg.warmup_steps)) * decay)
+    for group in optimizer.param_groups:
+        group.update(lr=lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
+    return lr
 
 
 def train(cfg: TrainConfig) -> None:
@@ -1310,21 +1440,28 @@ def train(cfg: TrainConfig) -> None:
     replay = make_replay(policy, cfg)
     if cfg.freeze_router:
         freeze_routers(policy)
-    optimizer, schedule = make_optimizer(policy, cfg)
-    chosen_gate, kl_coef, journal = read_gate(cfg.gate), cfg.kl_coef, Journal(cfg, ranks)
+    optimizer = make_optimizer(policy, cfg)
+    checkpoints = Checkpoints(cfg, ranks, policy, optimizer)
+    saved = checkpoints.load()
+    chosen_gate, kl_coef, journal = read_gate(cfg.gate), saved.kl_coef, Journal(cfg, ranks, saved)
     states = ranks.from_rank0(nodes.wait_ready)
     check_nodes(states, cfg)
+    if saved.step and ranks.rank == 0:
+        nodes.resume(states, saved, journal.sampled, journal.pending)
     syncer = (Unsynced if cfg.retrain else Syncer)(cfg, ranks, nodes, policy, replay)
-    syncer.sync(0)
+    syncer.sync(saved.step * cfg.versions_per_step)
     started = max([state["engine_seconds"] for state in states], default=0.0)
     seconds = {"engine_start": started, "eval": 0.0, "train": 0.0}
 
     clock = time.monotonic()
-    reward_before = evaluate(cfg, ranks, nodes, syncer, 0)
+    reward_before = saved.reward_before if saved.step else evaluate(cfg, ranks, nodes, syncer, 0)
     seconds["eval"] += time.monotonic() - clock
     train_began = time.monotonic()
 
-    for step in range(cfg.steps):
+    for step in range(saved.step, cfg.steps):
+        torch.manual_seed(cfg.seed + step)
+        lr = steer(optimizer, cfg, step)
+
         # Rows: rank 0 reads the manifest, every rank fetches its own.
         clock, version = time.monotonic(), step * cfg.versions_per_step
         while not (manifest := ranks.from_rank0(lambda version=version: nodes.manifest(version))):
@@ -1372,7 +1509,6 @@ def train(cfg: TrainConfig) -> None:
             if cfg.sync_minibatches or part is parts[-1]:
                 version += 1
                 probe_difference = syncer.sync(version)
-        schedule.step()
         ended = time.monotonic()
 
         metrics |= step_metrics(batch, decision, log_ratio_S, lag_S, scored, reference_S, credit.target_S, cfg, ranks)
@@ -1382,7 +1518,7 @@ def train(cfg: TrainConfig) -> None:
             "step": step + 1,
             **rollout_metrics(rollouts),
             **{name: sum(one[name] for one in updates) / len(updates) for name in updates[0]},
-            "lr": schedule.get_last_lr()[0],
+            "lr": lr,
             **({"kl/coef": kl_coef} if reference else {}),
             "sync/probe_max_abs_dlogp": probe_difference,
             "tokens_per_second": listed / (ended - clock),
@@ -1395,6 +1531,7 @@ def train(cfg: TrainConfig) -> None:
         })  # fmt: skip
         if cfg.kl_target:
             kl_coef = gate.adapt_kl(kl_coef, metrics["kl/k1"], cfg.kl_target)
+        checkpoints.save(Saved(cfg.out, step + 1, kl_coef, reward_before, syncer.positions, asdict(cfg)))
 
     seconds["train"] = time.monotonic() - train_began
     finish(cfg, ranks, nodes, journal, policy, syncer, reward_before, seconds)
@@ -1407,7 +1544,7 @@ def reason_counts(decision, batch: Batch) -> torch.Tensor:
 
 def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Syncer, reward_before, seconds) -> None:
     """Save, evaluate, close the ledger, tell the nodes to end, and write summary.json."""
-    save_model(policy, cfg, ranks, journal.root / "model")  # first: whatever fails from here on costs no training
+    save_model(policy, cfg, journal.root / "model", journal.writes)  # first: whatever fails from here on costs nothing
     clock = time.monotonic()
     reward_after = evaluate(cfg, ranks, nodes, syncer, cfg.steps * cfg.versions_per_step)
     seconds["eval"] += time.monotonic() - clock
@@ -1420,7 +1557,7 @@ def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Sy
             raise RuntimeError(f"ledger: {last['pending_after']} sampled tokens still pending after the end: {last}")
         journal.ledger(ledger_line(cfg.steps + 1, last, torch.zeros(1, len(gate.REASONS)), 0))
         sampled = nodes.sampled()
-        journal.append("schedule.jsonl", {"ledger": last, "sampled": sampled})
+        journal.append("schedule.jsonl", {"step": cfg.steps + 1, "ledger": last, "sampled": sampled})
         if sampled != journal.sampled:
             raise RuntimeError(f"ledger: its lines hold {journal.sampled} sampled tokens, the engines' count {sampled}")
         nodes.each("/shutdown", {})
@@ -1445,7 +1582,9 @@ def main() -> None:
         (cfg,) = HfArgumentParser(TrainConfig, allow_abbrev=False).parse_args_into_dataclasses()
         if cfg.retrain:
             recorded = json.loads((Path(cfg.retrain) / "config.json").read_text())
-            cfg = replace(TrainConfig(**recorded), retrain=cfg.retrain, out=cfg.out, keep_rows=False, eval_tasks=0)
+            own = ("retrain", "out", "resume", "checkpoint_steps", "checkpoint_keep")
+            own = {name: vars(cfg)[name] for name in own}
+            cfg = replace(TrainConfig(**recorded), **own, keep_rows=False, eval_tasks=0)
         validate(cfg)
         train(cfg)
     except Exception as error:

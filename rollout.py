@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import hmac
 import json
 import logging
@@ -798,6 +799,13 @@ class Scheduler:
     def __init__(self, cfg: RolloutConfig, player: Player, router: Router, ledger: Ledger):
         self.cfg, self.player, self.router, self.ledger = cfg, player, router, ledger
         self.ready: deque[Group] = deque()
+        self.stream, self.digest = self.tasks(), hashlib.sha256()
+        self.taken = 0
+        """Tasks taken from the stream. A task's number in it is its group's id."""
+        self.open: dict[int, agents.Task] = {}
+        """Those of them that no batch has had and that were not dropped."""
+        self.again: list[int] = []
+        """Of these, the ones that a run before this one left."""
         self.started = self.groups_dropped = 0
         self.barren = 0
         """Groups dropped one after the other."""
@@ -835,12 +843,41 @@ class Scheduler:
             if task is None:
                 raise ValueError(f"{self.cfg.agent} has no tasks in its train split")
 
+    def take(self) -> tuple[int, agents.Task]:
+        """The next task with its number; first those that were left over when the run was resumed."""
+        if self.again:
+            number = self.again.pop(0)
+            return number, self.open[number]
+        number, task = self.taken, next(self.stream)
+        content = json.dumps([task.task_id, task.data], sort_keys=True, default=lambda value: type(value).__name__)
+        self.digest.update(content.encode())
+        self.taken, self.open[number] = number + 1, task
+        return number, task
+
+    @property
+    def position(self) -> dict:
+        """Where the run is in its tasks, as ``resume`` takes it."""
+        return {"taken": self.taken, "open": sorted(self.open), "digest": self.digest.hexdigest()}
+
+    def resume(self, position: dict, version: int) -> None:
+        """Go on from where a run of before was at ``version``. Raises ``ValueError`` when its tasks were others."""
+        if self.taken:
+            raise ValueError(f"this node is in a run already: it took {self.taken} tasks")
+        while self.taken < position["taken"]:
+            self.take()
+        if self.position["digest"] != position["digest"]:
+            raise ValueError(f"the first {self.taken} tasks of {self.cfg.agent} are not those of the checkpoint: its "
+                             "data or its code changed; bring them back, or start a new run from the exported "
+                             "model")  # fmt: skip
+        self.again = position["open"]
+        self.open = {number: self.open[number] for number in self.again}
+        self.started = version // self.cfg.versions_per_step * self.cfg.groups_per_step
+
     async def run(self) -> None:
-        """Start groups while the bound allows, for ever."""
-        tasks = self.tasks()
+        """Start groups while the bound allows and an engine may sample, for ever."""
         while True:
-            while self.submitted < self.bound:
-                group = asyncio.create_task(self.play_group(self.started, next(tasks)))
+            while self.router.fit and self.submitted < self.bound:
+                group = asyncio.create_task(self.play_group(*self.take()))
                 self.started += 1
                 self.groups.add(group)
                 group.add_done_callback(self.group_ended)
@@ -884,6 +921,7 @@ class Scheduler:
             return None
         for group in batch:
             self.ready.remove(group)
+            del self.open[group.group_id]
         return batch
 
     def screen(self, group: Group) -> bool:
@@ -900,6 +938,7 @@ class Scheduler:
     def drop(self, group: Group, reason: str) -> None:
         """Give up a group; another takes its place. Raises when no group is any better."""
         self.ready.remove(group)
+        del self.open[group.group_id]
         self.ledger.dropped[reason] += sum(rollout.sampled for rollout in group.rollouts)
         self.reasons[reason] += 1
         self.groups_dropped += 1
@@ -1024,7 +1063,7 @@ class Node:
         app = web.Application(middlewares=[guard], client_max_size=64 * 2**20)
         app["node"] = self
         app.add_routes([web.get("/health", self.health), web.get("/manifest", self.manifest)])
-        for act in (self.rows, self.evaluate, self.finish, self.shutdown):
+        for act in (self.resume, self.rows, self.evaluate, self.finish, self.shutdown):
             app.router.add_post(f"/{act.__name__}", act)
         for phase in (self.begin, self.connect, self.start, self.update, self.use, self.probe, self.commit):
             app.router.add_post(f"/sync/{phase.__name__}", phase)
@@ -1055,6 +1094,8 @@ class Node:
         self.ledger = Ledger()
         [moe_layers, *_] = await self.engines[0].collective_rpc("moe_layers")
         self.router = Router(self.engines, cfg, eos_ids, counts[0] if counts else 0, moe_layers, unsaid)
+        self.router.fit.clear()  # the trainer's first sync brings its weights, or proves that they are the folder's
+        self.router.admission.clear()
         parser = Parser(tokenizer, cfg.tool_parser, cfg.reasoning_parser)
         self.loopback = Loopback(template, parser, self.router.generate, Path(cfg.model).name, cfg.max_model_len)
         await self.loopback.start()
@@ -1164,6 +1205,13 @@ class Node:
         now = {name: vars(self.router)[name] if self.ready else 0 for name in ("version", "sampled")}
         same = {name: vars(self.cfg)[name] for name in ("max_lag", "versions_per_step", "seed", "filter_groups")}
         return web.json_response({"ready": self.ready, "engine_seconds": self.engine_seconds} | now | same)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """POST {version, position}: go on at a checkpoint; before the first weight sync."""
+        asked = await request.json()
+        self.scheduler.resume(asked["position"], asked["version"])
+        self.router.version = asked["version"]
+        return web.json_response({})
 
     async def manifest(self, request: web.Request) -> web.Response:
         """GET ?version=v: the next batch, for a trainer at version v; 204 when it is not complete yet."""
@@ -1276,7 +1324,8 @@ class Node:
         return web.json_response({})
 
     async def begin(self, request: web.Request) -> web.Response:
-        """Close admission, keep partial outputs, and tell which engines take part and how many workers they have."""
+        """Close admission, keep partial outputs, and tell which engines take part, how many workers they have, and
+        where the node is in its tasks."""
         async with asyncio.timeout(self.cfg.sync_timeout_s + self.cfg.call_timeout_s * (not self.cfg.partial_rollouts)):
             await self.router.pause()
         while not self.router.members:  # until one that is being started is there; the trainer's request has a deadline
@@ -1284,7 +1333,8 @@ class Node:
             await self.router.pause()
         self.syncing, members = True, sorted(self.router.members)
         engines = [f"{index}, start {self.router.starts[index]}" for index in members]
-        return web.json_response({"engines": engines, "workers": len(members) * self.cfg.tensor_parallel})
+        place = {"seed": self.cfg.seed, "position": self.scheduler.position}
+        return web.json_response({"engines": engines, "workers": len(members) * self.cfg.tensor_parallel} | place)
 
     async def start(self, request: web.Request) -> web.Response:
         """The engines make ready to load."""

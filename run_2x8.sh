@@ -8,7 +8,7 @@
 #   the same with NODE_RANK=1 on node b. On one node with GPUs they are split between trainer and engines.
 #
 # Variables: RECIPE RUN SEED STEPS MODEL AGENT DATA EVAL_DATA ENGINES TRAINER_GPUS PORT PYTHON, on a CPU TRAINER_RANKS;
-# DRY_RUN=1 (print, start nothing).
+# RESUME=auto (go on from RUN's newest checkpoint; or a checkpoint's folder), DRY_RUN=1 (print, start nothing).
 set -Eeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 [ -n "${SLURM_SUBMIT_DIR:-}" ] && cd "$SLURM_SUBMIT_DIR"
@@ -53,8 +53,9 @@ ROLES=$([ "$NODES" -eq 1 ] && echo "rollout trainer" || { [ "$NODE_RANK" -eq 0 ]
 if [ -n "${DRY_RUN:-}" ]; then
   start() { shift; echo "$*"; }
 else
-  [ ! -e "$OUT/summary.json" ] || fail "$OUT already holds a finished run; choose another name with RUN="
+  [ -n "${RESUME:-}" ] || [ ! -e "$OUT/summary.json" ] || fail "$OUT already holds a finished run; choose another name with RUN="
   mkdir -p "$OUT" || fail "cannot make $OUT; is the disk full?"
+  for log in "$OUT"/*.log; do [ ! -e "$log" ] || mv "$log" "$log.$(date +%s)"; done   # of the run that is resumed
   start() { local log=$OUT/$1.log; shift; setsid "$@" >"$log" 2>&1 </dev/null & }
 fi
 
@@ -97,7 +98,7 @@ for role in $ROLES; do
   else
     start rl "$PY" -m torch.distributed.run --standalone --nproc_per_node "$TRAINER_RANKS" rl.py --model "$MODEL" \
       --out "$OUT" --recipe "$RECIPE" --device "$DEVICE" --steps "$STEPS" --seed "$SEED" \
-      --rollout_urls "http://$ROLLOUT_ADDR:$PORT" --sync_address "$MASTER_ADDR" "${TRAIN_FLAGS[@]}"
+      --rollout_urls "http://$ROLLOUT_ADDR:$PORT" --sync_address "$MASTER_ADDR" ${RESUME:+--resume "$RESUME"} "${TRAIN_FLAGS[@]}"
   fi
   [ -n "${DRY_RUN:-}" ] || PIDS+=($!)
 done

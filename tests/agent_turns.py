@@ -10,6 +10,9 @@ from openai import AsyncOpenAI
 
 from agents import ChatAgent, Result, Task
 
+FILLER = "." * 128
+"""Every history has a block of the engine's prefix cache (128 tokens) to find again."""
+
 
 class Turns(ChatAgent):
     """Even tasks talk in process, as ``Env`` does; odd ones through the stock OpenAI client."""
@@ -26,7 +29,7 @@ class Turns(ChatAgent):
         if number % 7 == 6:
             raise ArithmeticError("this task's agent always fails")
         say = self.by_client if number % 2 else self.in_process
-        messages = [{"role": "user", "content": f"task {number}"}]
+        messages = [{"role": "user", "content": f"task {number} {FILLER}"}]
         for turn in range(3):
             reply = await say(messages, ctx)
             messages += [reply, {"role": "user", "content": f"and then {turn}?"}]

@@ -119,6 +119,7 @@ def connect(ranks, moe: bool, folder: Path, program: str = "rollout.py") -> Node
         replay = rl.make_replay(policy, cfg)
         nodes.wait_ready()
         syncer = rl.Syncer(cfg, ranks, nodes, policy, replay)
+        syncer.sync(0)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         print(log.read_text()[-3000:])

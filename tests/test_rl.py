@@ -287,9 +287,10 @@ class ScriptedNodes:
             parts.append(
                 {"url": url, "groups": listed, "ledger": ledger, "meters": {"identity/route_conflicts": CONFLICTS}}
             )
-        return rl.merge_manifests(parts)
+        return {"step": version + 1} | rl.merge_manifests(parts)
 
-    def rows(self, url: str, row_ids: list[str]) -> list[Row]:
+    def rows(self, url: str, row_ids: list[str], step: int) -> list[Row]:
+        assert step == self.version + 1
         assert all(PLANS[int(name[1:].split(".")[0])].node == self.urls.index(url) for name in row_ids)
         rows = [self.known[name] for name in row_ids]
         return [replace(row, versions=np.where(row.sampled, row.versions + self.version, -1)) for row in rows]
@@ -312,7 +313,7 @@ class Observer:
     folder: Path
 
     def __init__(self, optimizer, policy):
-        self.optimizer, self.policy = optimizer, policy
+        self.optimizer, self.policy, self.param_groups = optimizer, policy, optimizer.param_groups
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -376,8 +377,7 @@ def rank_main(rank: int, world: int, folder: Path, port: int) -> None:
     make_optimizer = rl.make_optimizer
 
     def observed(policy, cfg):
-        optimizer, schedule = make_optimizer(policy, cfg)
-        return Observer(optimizer, policy), schedule
+        return Observer(make_optimizer(policy, cfg), policy)
 
     rl.make_optimizer = observed
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
@@ -705,7 +705,7 @@ def test_a_token_that_breaks_a_law_is_named_by_its_row_and_its_place_there(model
 
 def test_g15_a_batch_that_is_nearly_all_cut_short_is_warned_of(caplog, capsys, tmp_path):
     cfg = rl.TrainConfig(out=str(tmp_path))
-    journal = rl.Journal(cfg, ranks_of_one())
+    journal = rl.Journal(cfg, ranks_of_one(), rl.Saved(cfg.out, 0, 0.0, None, {}, {}))
     m = dict.fromkeys(("gate/lag_mean", "gate/gated", "mismatch/mean", "sync/probe_max_abs_dlogp", "tokens_per_second",
                        "seconds/generate", "seconds/train", "seconds/sync"), 0.0)  # fmt: skip
     for truncated, warned in ((18, False), (19, True)):
@@ -924,7 +924,7 @@ def test_a_saved_model_gives_identical_logits(folder, tmp_path, kind):
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.5)
-    rl.save_model(policy, cfg, ranks_of_one(), tmp_path)
+    rl.save_model(policy, cfg, tmp_path, True)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids = torch.arange(20)[None]
     with torch.no_grad():
@@ -942,7 +942,7 @@ def test_a_saved_model_keeps_what_is_no_parameter(tmp_path):
     toy.tokenizer().save_pretrained(tmp_path / "before")
     cfg = rl.TrainConfig(model=str(tmp_path / "before"))
     policy = rl.Policy(cfg)
-    rl.save_model(policy, cfg, ranks_of_one(), tmp_path / "after")
+    rl.save_model(policy, cfg, tmp_path / "after", True)
     before, after = checkpoint(tmp_path / "before"), checkpoint(tmp_path / "after")
     assert set(after) == set(before)
     for name, tensor in before.items():
@@ -1293,7 +1293,8 @@ def test_rows_that_cannot_be_fetched_take_their_nodes_rollouts_out_of_every_rank
     manifest = nodes.manifest(0)
     given = {url: SimpleNamespace(row_id=name, images=[]) for url, name in (("http://a", "r0"), ("http://b", "r1"))}
 
-    def rows(url, row_ids):
+    def rows(url, row_ids, step):
+        assert step == 1
         if url == "http://b":
             raise rl.NodeGone("b")
         return [given[url]]

@@ -92,9 +92,16 @@ def scheduler_with(groups: list[Group], version: int, max_lag: int) -> Scheduler
     scheduler = Scheduler(
         config(max_lag=max_lag), SimpleNamespace(ended={}, live=set(), statuses=Counter()), router, Ledger()
     )
-    scheduler.ready.extend(groups)
+    for group in groups:
+        end(scheduler, group)
     scheduler.started = len(groups)
     return scheduler
+
+
+def end(scheduler: Scheduler, group: Group) -> None:
+    """A group's rollouts have ended."""
+    scheduler.ready.append(group)
+    scheduler.open[group.group_id] = None
 
 
 def test_a_stale_rollout_is_dropped_counted_and_a_group_of_them_replaced():
@@ -122,7 +129,7 @@ def test_groups_that_all_fail_end_the_run_with_the_statuses():
     scheduler = scheduler_with([], version=0, max_lag=0)
     with pytest.raises(RuntimeError, match=r"13 groups in a row .*'agent_error': 1"):
         for number in range(99):
-            scheduler.ready.append(Group(number, [ended(f"{number}-0", [0], "agent_error")]))
+            end(scheduler, Group(number, [ended(f"{number}-0", [0], "agent_error")]))
             assert scheduler.collect() is None
 
 
@@ -170,7 +177,7 @@ def test_a_good_group_that_waits_does_not_hide_that_all_others_fail():
     scheduler = scheduler_with([group_of(0, [1.0, 0.0])], version=0, max_lag=0)
     with pytest.raises(RuntimeError, match=r"13 groups in a row .*none_trainable; the first errors"):
         for number in range(1, 99):
-            scheduler.ready.append(group_of(number, [None, None]))
+            end(scheduler, group_of(number, [None, None]))
             assert scheduler.collect() is None
 
 
@@ -204,7 +211,7 @@ def test_tasks_that_are_all_alike_right_or_wrong_end_the_run_with_a_remedy():
     scheduler.cfg.filter_groups = True
     with pytest.raises(RuntimeError, match=r"97 groups in a row.*all_pass; give tasks that some rollouts solve"):
         for number in range(999):
-            scheduler.ready.append(group_of(number, [1.0, 1.0]))
+            end(scheduler, group_of(number, [1.0, 1.0]))
             assert scheduler.collect() is None
 
 
@@ -244,6 +251,92 @@ def test_a_finite_train_split_goes_round_and_an_empty_one_is_refused():
     scheduler.player.agent = SimpleNamespace(tasks=lambda split, seed: [])
     with pytest.raises(ValueError, match="no tasks in its train split"):
         next(scheduler.tasks())
+
+
+def trained_tasks(scheduler: Scheduler, steps: int, rng: random.Random) -> tuple[list[list[str]], dict]:
+    """The task ids of each step's batch and the position after them, under an agent of five tasks an epoch."""
+
+    async def scenario():
+        router, batches = scheduler.router, []
+        loop = asyncio.create_task(scheduler.run())
+        for _ in range(steps):
+            while (batch := scheduler.collect()) is None:
+                await asyncio.sleep(0)
+            batches.append([scheduler.known[group.group_id].task_id for group in batch])
+            router.version += 1
+            scheduler.changed.set()
+            for _ in range(rng.randrange(9)):  # groups of later steps begin, and some end
+                await asyncio.sleep(0)
+        loop.cancel()
+        return batches, scheduler.position
+
+    return asyncio.run(scenario())
+
+
+class Remembers(Scheduler):
+    """Knows which task each group had."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.known = {}
+
+    def take(self):
+        number, task = super().take()
+        self.known[number] = task
+        return number, task
+
+
+def remembering(rng: random.Random, epoch=lambda seed: [f"{seed}.{n}" for n in range(5)]) -> Remembers:
+    router = SimpleNamespace(version=0, fit={0})
+    player = InstantPlayer(router, rng)
+    player.agent = SimpleNamespace(tasks=lambda split, seed: (agents.Task(name, {}) for name in epoch(seed)))
+    return Remembers(config(max_lag=1), player, router, Ledger())
+
+
+@pytest.mark.parametrize("steps", range(1, 6))  # of three groups each: the epochs' boundaries lie within and between
+def test_o1_a_resumed_scheduler_trains_the_same_tasks_each_once(steps):
+    """Straight on, or stopped after some steps with groups in flight and resumed by a new node."""
+    rng = random.Random(steps)
+    first = remembering(rng)
+    before, position = trained_tasks(first, steps, rng)
+    assert len(position["open"]) == first.taken - first.groups_dropped - 3 * steps > 0
+    second = remembering(rng)
+    second.resume(json.loads(json.dumps(position)), version=steps)
+    second.router.version = steps
+    assert second.submitted == 3 * steps
+    after, _ = trained_tasks(second, 6, rng)
+    played = [task for batch in before + after for task in batch]
+    taken = {f"{n // 5}.{n % 5}" for n in range(second.taken)}
+    unfinished = {task.task_id for task in second.open.values()}
+    assert len(set(played)) == len(played) and set(played).isdisjoint(unfinished) and {*played, *unfinished} <= taken
+    assert len(taken) - len(played) - len(unfinished) == first.groups_dropped + second.groups_dropped  # as stale
+
+
+def test_o2_data_that_changed_is_refused_and_so_is_a_node_in_a_run():
+    rng = random.Random(0)
+    _, position = trained_tasks(remembering(rng), 2, rng)
+    other = remembering(rng, lambda seed: [f"{seed}.{n}" for n in (0, 1, 2, 4, 3)])
+    with pytest.raises(ValueError, match=r"the first \d+ tasks of .* are not those of the checkpoint: its data or its"):
+        other.resume(position, 2)
+    with pytest.raises(ValueError, match=r"in a run already: it took \d+ tasks"):
+        other.resume(position, 2)
+
+
+def test_no_group_starts_before_an_engine_holds_the_trainers_weights():
+    scheduler = remembering(random.Random(0))
+    scheduler.router.fit.clear()
+
+    async def scenario():
+        loop = asyncio.create_task(scheduler.run())
+        await asyncio.sleep(0.01)
+        assert scheduler.taken == 0
+        scheduler.router.fit.add(0)
+        scheduler.changed.set()
+        await asyncio.sleep(0.01)
+        assert scheduler.taken == 6
+        loop.cancel()
+
+    asyncio.run(scenario())
 
 
 # ------------------------------------------------------------------------------------------------- statuses
@@ -663,8 +756,12 @@ def synced_node(monkeypatch, engines: list) -> rollout.Node:
     node = rollout.Node(config(sync_timeout_s=0.3, engine_timeout_s=0.2, engines=len(engines)))
     node.engines, node.ledger = engines, Ledger()
     node.router = Router(engines, node.cfg, [9], 0)
-    node.scheduler = SimpleNamespace(changed=asyncio.Event())
+    node.scheduler = SimpleNamespace(changed=asyncio.Event(), position={})
     return node
+
+
+PLACE = {"seed": 0, "position": {}}
+"""What the node of ``synced_node`` says of its tasks."""
 
 
 async def ask(node, phase: str) -> dict:
@@ -686,7 +783,7 @@ def test_a_weight_sync_that_is_interrupted_ends_the_node_in_time_and_commits_not
         engines[1].phase, engines[1].way = PHASES[broken], way
         engines[0].reset_prefix_cache = engines[1].reset_prefix_cache = lambda: asyncio.sleep(0, True)
         node = synced_node(monkeypatch, engines)
-        assert await ask(node, "begin") == {"engines": ["0, start 1", "1, start 1"], "workers": 2}
+        assert await ask(node, "begin") == {"engines": ["0, start 1", "1, start 1"], "workers": 2} | PLACE
         if way == "is lost":
             asyncio.get_running_loop().call_later(0.05, node.router.lose, 1)
             engines[1].status = -11

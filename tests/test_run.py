@@ -102,7 +102,7 @@ def trained_by_hand(run: Path, ranks: int) -> dict[str, torch.Tensor]:
 def micro_batches_of(nodes: rl.Recorded, rollouts: list[dict], mine: list[int], version: int) -> list[rl.MicroBatch]:
     """A rank's rows, packed; every token is of this version."""
     owner = {row["row_id"]: n for n in mine for row in rollouts[n]["rows"]}
-    rows = nodes.rows(rollouts[0]["url"], list(owner))
+    rows = nodes.rows(rollouts[0]["url"], list(owner), version + 1)
     assert {v for row in rows for v in row.versions[row.sampled]} == {version}
     bins = rl.bins([len(row) for row in rows], nodes.cfg.token_budget)
     return [rl.pack([(rows[i], owner[rows[i].row_id]) for i in some], torch.device("cpu")) for some in bins]

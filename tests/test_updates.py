@@ -88,8 +88,9 @@ class Nodes(law.ScriptedNodes):
     def probe_rows(self, node: int) -> bytes:
         return b""
 
-    def rows(self, url: str, row_ids: list[str]) -> list[Row]:
-        return [replace(row, versions=np.where(row.sampled, self.version, -1)) for row in super().rows(url, row_ids)]
+    def rows(self, url: str, row_ids: list[str], step: int) -> list[Row]:
+        found = super().rows(url, row_ids, step)
+        return [replace(row, versions=np.where(row.sampled, self.version, -1)) for row in found]
 
 
 class Syncer(rl.Syncer):
@@ -124,12 +125,12 @@ class Mover(torch.optim.SGD):
 
 
 def make_mover(policy, cfg):
-    mover = Mover(policy)
-    return mover, SimpleNamespace(step=lambda: None, get_last_lr=lambda: [RATE])
+    return Mover(policy)
 
 
 def rank_main(rank: int, world: int, folder: Path, ports: list[int]) -> None:
     rl.Nodes, rl.Syncer, rl.Policy, rl.make_optimizer = Nodes, Syncer, law.EagerPolicy, make_mover
+    rl.steer = lambda optimizer, cfg, step: RATE
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     for port, name in zip(ports, CASES, strict=True):
         os.environ["MASTER_PORT"] = str(port)
