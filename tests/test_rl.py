@@ -1083,6 +1083,77 @@ def test_meters_of_two_nodes_are_summed_when_they_count_and_averaged_when_they_a
 # ---------------------------------------------------------------------------------------------------------------
 
 
+def checkpoints_of(cfg: rl.TrainConfig, ranks) -> rl.Checkpoints:
+    """Those of a new policy."""
+    policy = rl.shard(rl.Policy(cfg), cfg, ranks)
+    return rl.Checkpoints(cfg, ranks, policy, rl.make_optimizer(policy, cfg))
+
+
+def train_a_little(checkpoints: rl.Checkpoints) -> None:
+    policy, optimizer = checkpoints.parts
+    rl.steer(optimizer, checkpoints.cfg, 3)
+    policy.two_tokens().logp_S.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("cut", ["within the tensors", "before state.json", "before the rename"])
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_whole(cut, folder, tmp_path, world, monkeypatch):
+    """And the next one is not disturbed by what was left. Weights and AdamW's moments come back bit for bit."""
+    cfg = replace(config(folder, "dense", "unused"), out=str(tmp_path), resume="auto", checkpoint_steps=1)
+    cfg = replace(cfg, checkpoint_keep=2, kl_target=0.1, kl_coef=1.0)
+    first = checkpoints_of(cfg, world)
+    saved = first.load()
+    assert (saved.step, saved.kl_coef, saved.reward_before) == (0, 1.0, None), "nothing to resume: a new run"
+    train_a_little(first)
+    first.save(replace(saved, step=1, kl_coef=0.7, reward_before=0.5, positions={"0": {"taken": 3}}))
+    kept = {name: rl.full(tensor).clone() for name, tensor in first.parts[0].state_dict().items()}
+    moments = [{name: rl.full(x).clone() for name, x in one.items()} for one in first.parts[1].state.values()]
+    train_a_little(first)
+
+    with monkeypatch.context() as patch:
+        if cut == "within the tensors":
+
+            def half(state, checkpoint_id):
+                checkpoint_id.mkdir(parents=True)
+                (checkpoint_id / "__0_0.distcp").write_bytes(b"half of it")
+                raise KeyboardInterrupt
+
+            patch.setattr(rl.dcp, "save", half)
+        else:
+            name = "write_text" if cut == "before state.json" else "rename"
+            real = getattr(Path, name)
+
+            def broken(path, *args):
+                if path.name in ("state.json", "unfinished"):
+                    raise KeyboardInterrupt
+                return real(path, *args)
+
+            patch.setattr(Path, name, broken)
+        with pytest.raises(KeyboardInterrupt):
+            first.save(replace(saved, step=2))
+
+    again = checkpoints_of(cfg, world)
+    back = again.load()
+    assert (back.step, back.kl_coef, back.reward_before, back.positions) == (1, 0.7, 0.5, {"0": {"taken": 3}})
+    assert all(torch.equal(rl.full(x), kept[name]) for name, x in again.parts[0].state_dict().items())
+    for mine, theirs in zip(again.parts[1].state.values(), moments, strict=True):
+        assert all(torch.equal(rl.full(x), theirs[name]) for name, x in mine.items()) and theirs["step"] == 1
+    for step in (2, 3, 4):
+        again.save(replace(saved, step=step))
+    assert sorted(path.name for path in again.folder.iterdir()) == ["step-000003", "step-000004"]
+    assert checkpoints_of(cfg, world).load().step == 4
+
+
+def test_a_checkpoint_of_other_versions_is_refused(folder, tmp_path, world):
+    cfg = replace(config(folder, "dense", "unused"), out=str(tmp_path), checkpoint_steps=1)
+    first = checkpoints_of(cfg, world)
+    first.save(replace(first.load(), step=1))
+    other = replace(cfg, resume="auto", minibatches=2, sync_minibatches=True, surrogate="ppo")
+    with pytest.raises(ValueError, match="a step makes 2 versions, in the checkpoint 1; keep --minibatches"):
+        checkpoints_of(other, world).load()
+
+
 @pytest.fixture
 def good(folder, models) -> rl.TrainConfig:
     """A configuration that validates."""
@@ -1096,6 +1167,9 @@ REFUSALS = [
     ({"model": ""}, "--model ''", "give a model folder"),
     ({"out": ""}, "--out", "name the run's folder"),
     ({"device": "tpu"}, "'tpu'", "one of cpu, cuda"),
+    ({"resume": "nowhere"}, "--resume nowhere holds no state.json", "RUN/checkpoints/step-"),
+    ({"checkpoint_steps": -1}, "--checkpoint_steps -1", "0 or more"),
+    ({"checkpoint_keep": 0}, "--checkpoint_keep 0", "1 or more"),
     ({"steps": 0}, "--steps 0", "1 or more"),
     ({"token_budget": 1}, "--token_budget 1", "2 or more"),
     ({"head_chunk": 0}, "--head_chunk 0", "1 or more"),
