@@ -33,6 +33,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -147,7 +148,11 @@ class TrainConfig:
     resume: str = flag("", "folder of the checkpoint to go on from; auto: the newest in --out, or a new start")
     keep_rows: bool = flag(False, "keep the rows of every batch in the run's folder, for --retrain")
     retrain: str = flag("", "folder of a run that kept its rows: train again, by its config, from them, with no engine")
-    eval_tasks: int = flag(128, "held-out tasks evaluated (greedy) before and after training; 0: none")
+    eval_tasks: int = flag(128, "held-out tasks evaluated before and after training; 0: none")
+    eval_steps: int = flag(0, "steps between further evaluations during training; 0: none")
+    eval_samples: int = flag(1, "rollouts of each held-out task")
+    eval_temperature: float = flag(0.0, "their sampling temperature; 0: greedy")
+    eval_pass: float = flag(1.0, "the reward from which a rollout counts as passed, for pass@k")
     probe_prompts: int = flag(4, "prompts of the probe after each weight sync")
     probe_tokens: int = flag(16, "tokens sampled per probe prompt")
     probe_bound: float = flag(1e-4, "largest difference of a probe's log-probs between engine and trainer")
@@ -181,7 +186,8 @@ def read_gate(text: str) -> dict:
 LEAST = {"steps": 1, "token_budget": 2, "head_chunk": 1, "minibatches": 1, "max_lag": 0, "lr": 0, "grad_clip": 1e-9,
          "kl_coef": 0, "kl_target": 0, "entropy_coef": 0, "value_coef": 0, "distill_coef": 0, "overlong_limit": 0,
          "overlong_penalty": 0, "dual_clip": 0, "denominator_constant": 1e-9, "probe_agreement": 0,
-         "checkpoint_steps": 0, "checkpoint_keep": 1}  # fmt: skip
+         "checkpoint_steps": 0, "checkpoint_keep": 1, "eval_tasks": 0, "eval_steps": 0, "eval_samples": 1,
+         "eval_temperature": 0}  # fmt: skip
 """The smallest value of a field."""
 
 
@@ -213,6 +219,8 @@ def validate(cfg: TrainConfig) -> None:
         if not least <= vars(cfg)[name] < math.inf:  # nor NaN
             raise ValueError(f"--{name} {vars(cfg)[name]} must be finite and {least} or more")
     validate_loss(cfg)
+    if cfg.eval_samples > 1 and not cfg.eval_temperature:
+        raise ValueError(f"--eval_samples {cfg.eval_samples} of greedy rollouts are all alike; give --eval_temperature")
     if (path := checkpoint_of(cfg)) and not (path / "state.json").is_file():
         raise ValueError(
             f"--resume {path} holds no state.json; give auto or a folder such as RUN/checkpoints/step-000040"
@@ -401,8 +409,8 @@ class Nodes:
         return list(filter(None, [self.surely(url, answer.result) for url, answer in asked]))
 
     def one(self, path: str, body: dict) -> httpx.Response:
-        """POST to one node that is there."""
-        ask = lambda: self.request("POST", self.urls[0] + path, json=body)  # noqa: E731
+        """POST to one node that is there, which may take as long as a batch."""
+        ask = lambda: self.request("POST", self.urls[0] + path, json=body, timeout=self.cfg.wait_s)  # noqa: E731
         while not (answer := self.surely(self.urls[0], ask)):
             pass
         return answer
@@ -1204,7 +1212,7 @@ class Journal:
 
     def go_on(self, run: Path, step: int) -> None:
         """Keep what ``run`` wrote of its first steps; a run that begins keeps nothing."""
-        for name in ("metrics.jsonl", "ledger.jsonl", "schedule.jsonl"):
+        for name in ("metrics.jsonl", "ledger.jsonl", "schedule.jsonl", "evaluations.jsonl"):
             path = run / name
             lines = path.read_text().splitlines() if step else []
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
@@ -1227,6 +1235,15 @@ class Journal:
         if self.writes:
             with (self.root / name).open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+    def evaluation(self, line: dict) -> None:
+        """An evaluation's line, and one for people."""
+        self.append("evaluations.jsonl", line)
+        if self.writes:
+            passes = "  ".join(f"pass@{k} {found[0]:.3f}" for k, found in line["pass"].items() if found)
+            band = f" ({line['low']:.3f} to {line['high']:.3f})" if line["low"] is not None else ""
+            print(f"evaluation after step {line['step']}: reward {line['reward']:.3f}{band}  {passes}  of "
+                  f"{line['tasks']} tasks, {line['failed']} rollouts failed", flush=True)  # fmt: skip
 
     def step(self, m: dict) -> None:
         """The metrics line, and one for people."""
@@ -1407,14 +1424,58 @@ def check_nodes(states: list[dict], cfg: TrainConfig) -> None:
                              f"{[cfg.max_lag, cfg.versions_per_step, 0]}; start both from the same recipe")  # fmt: skip
 
 
-def evaluate(cfg: TrainConfig, ranks: Ranks, nodes: Nodes, syncer: Syncer, version: int) -> float | None:
-    """Mean held-out reward, greedy, at the current version; once more, if a node lost its engines meanwhile."""
+def evaluate(cfg: TrainConfig, ranks: Ranks, nodes: Nodes, syncer: Syncer, journal: Journal, step: int) -> float | None:
+    """Mean held-out reward after a step; once more, if a node lost its engines meanwhile. No rollout of it is ever a
+    row. ``evaluations.jsonl`` has it all, a line for each evaluation."""
     if not cfg.eval_tasks:
         return None
-    asked = {"limit": cfg.eval_tasks, "temperature": 0.0}
-    while "reward" not in (found := ranks.from_rank0(lambda: nodes.one("/evaluate", asked).json())):
-        syncer.sync(version)
-    return found["reward"]
+    asked = {"limit": cfg.eval_tasks, "samples": cfg.eval_samples, "temperature": cfg.eval_temperature}
+    while "tasks" not in (found := ranks.from_rank0(lambda: nodes.one("/evaluate", asked).json())):
+        syncer.sync(step * cfg.versions_per_step)
+    line = {"step": step, "version": found["version"], "failed": found["failed"]} | asked
+    line |= assess(found["tasks"], cfg.eval_samples, cfg.eval_pass)
+    journal.evaluation(line)
+    return line["reward"]
+
+
+def assess(tasks: list[dict], samples: int, passed: float) -> dict:
+    """What an evaluation found: mean reward and pass@k, over all tasks and by data source, each a mean over tasks with
+    its 95% interval. A task none of whose rollouts counts (they failed) is left out; one that has fewer than k of them
+    is left out of pass@k.
+    """
+    tasks = [task for task in tasks if task["rewards"]]
+    groups = {"": tasks}
+    for task in tasks:
+        groups.setdefault(task["source"], []).extend([task] if task["source"] else [])
+    by_source = {}
+    for source, some in groups.items():
+        rewards = [task["rewards"] for task in some]
+        mean, low, high = interval([sum(one) / len(one) for one in rewards])
+        ks = sorted({*(2**n for n in range(samples.bit_length())), samples})
+        passes = {f"{k}": interval([pass_at(k, one, passed) for one in rewards if len(one) >= k]) for k in ks}
+        by_source[source] = {"reward": mean, "low": low, "high": high, "tasks": len(some), "pass": passes}
+    return by_source.pop("") | {"sources": by_source}
+
+
+def pass_at(k: int, rewards: list[float], passed: float) -> float:
+    """The chance that one of ``k`` samples at least passes, unbiased from n of which c do: 1 - C(n-c, k) / C(n, k)
+    (Chen et al. 2021, arXiv 2107.03374, equation 1).
+
+    Example: rewards [1, 0, 0, 0] with k 2 and passed 1 give 0.5.
+    """
+    return 1 - math.comb(sum(reward < passed for reward in rewards), k) / math.comb(len(rewards), k)
+
+
+def interval(values: list[float]) -> tuple[float, float, float] | tuple[float, None, None] | None:
+    """Mean over tasks, and the ends of its 95% interval by the normal approximation (Miller 2024, arXiv 2411.00640): a
+    task's own samples are averaged first, so that they are not taken for independent. No ends for one value."""
+    if not values:
+        return None
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, None, None
+    half = 1.96 * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
 
 
 def make_optimizer(policy: Policy, cfg: TrainConfig):
@@ -1454,7 +1515,7 @@ def train(cfg: TrainConfig) -> None:
     seconds = {"engine_start": started, "eval": 0.0, "train": 0.0}
 
     clock = time.monotonic()
-    reward_before = saved.reward_before if saved.step else evaluate(cfg, ranks, nodes, syncer, 0)
+    reward_before = saved.reward_before if saved.step else evaluate(cfg, ranks, nodes, syncer, journal, 0)
     seconds["eval"] += time.monotonic() - clock
     train_began = time.monotonic()
 
@@ -1531,6 +1592,10 @@ def train(cfg: TrainConfig) -> None:
         })  # fmt: skip
         if cfg.kl_target:
             kl_coef = gate.adapt_kl(kl_coef, metrics["kl/k1"], cfg.kl_target)
+        if cfg.eval_steps and (step + 1) % cfg.eval_steps == 0 and step + 1 < cfg.steps:
+            clock = time.monotonic()
+            evaluate(cfg, ranks, nodes, syncer, journal, step + 1)
+            seconds["eval"] += time.monotonic() - clock
         checkpoints.save(Saved(cfg.out, step + 1, kl_coef, reward_before, syncer.positions, asdict(cfg)))
 
     seconds["train"] = time.monotonic() - train_began
@@ -1546,7 +1611,7 @@ def finish(cfg, ranks: Ranks, nodes: Nodes, journal: Journal, policy, syncer: Sy
     """Save, evaluate, close the ledger, tell the nodes to end, and write summary.json."""
     save_model(policy, cfg, journal.root / "model", journal.writes)  # first: whatever fails from here on costs nothing
     clock = time.monotonic()
-    reward_after = evaluate(cfg, ranks, nodes, syncer, cfg.steps * cfg.versions_per_step)
+    reward_after = evaluate(cfg, ranks, nodes, syncer, journal, cfg.steps)
     seconds["eval"] += time.monotonic() - clock
     last = dict.fromkeys(LEDGER, 0) | {"dropped": {}}
     if ranks.rank == 0:

@@ -1277,21 +1277,26 @@ class Node:
         return web.Response(body=pack_rows([self.handed[name] for name in ids]))
 
     async def evaluate(self, request: web.Request) -> web.Response:
-        """POST {limit, temperature}: one rollout per task of the "eval" split, at the current version."""
+        """POST {limit, samples, temperature}: rollouts of the "eval" split's tasks at the current version; their
+        rewards by task, without those of failed ones."""
         asked = await request.json()
         sampling = Sampling(asked["temperature"], 1.0, self.cfg.max_tokens, fixed=False)
         tasks = list(islice(self.player.agent.tasks("eval", self.cfg.seed), asked["limit"]))
-        plays = (self.player.play(task, f"eval-{index}", -1, sampling, "eval") for index, task in enumerate(tasks))
-        rollouts = await asyncio.gather(*plays)
+        names = [(n, task, f"eval-{n}-{sample}") for n, task in enumerate(tasks) for sample in range(asked["samples"])]
+        rollouts = await asyncio.gather(
+            *(self.player.play(task, name, -1, sampling, "eval") for _, task, name in names)
+        )
         self.ledger.dropped["eval"] += sum(rollout.sampled for rollout in self.player.release(rollouts))
         scored = [rollout for rollout in rollouts if rollout.status in TRAINABLE]
         if not self.router.fit:
             return web.json_response({"sync": True})
         if not scored:
             raise RuntimeError(f"no evaluation rollout succeeded: {dict(Counter(r.status for r in rollouts))}")
-        reward = sum(rollout.reward for rollout in scored) / len(scored)
-        return web.json_response({"version": self.router.version, "reward": reward, "rollouts": len(rollouts),
-                                  "failed": len(rollouts) - len(scored)})  # fmt: skip
+        found = [{"task_id": task.task_id, "source": task.data.get("source", ""), "rewards": []} for task in tasks]
+        for (n, _, _), rollout in zip(names, rollouts, strict=True):
+            found[n]["rewards"] += [rollout.reward] if rollout.status in TRAINABLE else []
+        failed = len(rollouts) - len(scored)
+        return web.json_response({"version": self.router.version, "tasks": found, "failed": failed})
 
     # -- weight sync, in the order the trainer calls it
 

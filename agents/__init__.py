@@ -39,7 +39,8 @@ class Task:
     task_id: str
     """Stable name of the row: the same row has the same id in every run."""
     data: dict
-    """Whatever the agent needs to play and grade it."""
+    """Whatever the agent needs to play and grade it. ``data["source"]`` names its data source, where there is one:
+    evaluation reports each by itself."""
 
 
 @dataclass

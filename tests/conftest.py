@@ -105,8 +105,8 @@ def start_rollout(model: Path, log: Path, port: int, program: str = "rollout.py"
         )
 
 
-def connect(ranks, moe: bool, folder: Path, program: str = "rollout.py") -> Node:
-    """Start a node on a new model and join it as its trainer."""
+def connect(ranks, moe: bool, folder: Path, program: str = "rollout.py", synced: bool = True) -> Node:
+    """Start a node on a new model and join it as its trainer; with ``synced`` it may sample."""
     import rl
 
     model = make_model(folder / "model", moe, dense_layers=[0] if moe else None)
@@ -119,7 +119,8 @@ def connect(ranks, moe: bool, folder: Path, program: str = "rollout.py") -> Node
         replay = rl.make_replay(policy, cfg)
         nodes.wait_ready()
         syncer = rl.Syncer(cfg, ranks, nodes, policy, replay)
-        syncer.sync(0)
+        if synced:
+            syncer.sync(0)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         print(log.read_text()[-3000:])

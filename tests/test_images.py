@@ -59,6 +59,8 @@ def test_images_reach_the_engine_and_the_trainer(node):
         except httpx.TransportError:
             pass
         time.sleep(0.5)
+    for phase, body in (("begin", {}), ("commit", {"version": 0})):  # no trainer: the folder's weights are the policy's
+        client.post(f"/sync/{phase}", json=body).raise_for_status()
     while (reply := client.get("/manifest?version=0")).status_code == 204:
         assert time.monotonic() < end
     rollouts = [rollout for group in reply.json()["groups"] for rollout in group["rollouts"]]

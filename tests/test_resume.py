@@ -64,6 +64,14 @@ def test_a_killed_run_goes_on_where_it_was(models, launch, tmp_path):
     assert [line["step"] for line in schedule] == [1, 2, 3, 4, 5, 6, 7] and schedule[:2] == before[:2]
     assert len(list((folder / "rows").glob("step-*"))) == 6
 
+    # O10: each evaluation has its line, also that of the checkpoint's step, and none is there twice.
+    evaluations = lines(folder / "evaluations.jsonl")
+    assert [(line["step"], line["version"], line["failed"]) for line in evaluations] == [
+        (n, n, 0) for n in (0, 2, 4, 6)
+    ]
+    assert all(line["pass"] == {"1": [1.0, 1.0, 1.0], "2": [1.0, 1.0, 1.0]} for line in evaluations)
+    assert dropped["eval"] > 0, "evaluation's tokens are in the ledger, and in no row"
+
     # O1: the tasks that were open at the checkpoint come first, then those that follow; none twice.
     tasks = [rollout["task_id"] for batch in schedule[:-1] for rollout in batch["rollouts"]]
     groups = [[one["rollout_id"].split("-")[0] for one in batch["rollouts"]] for batch in schedule[:-1]]

@@ -10,6 +10,7 @@ T, S, N, L, K as in rl.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -1083,6 +1084,30 @@ def test_meters_of_two_nodes_are_summed_when_they_count_and_averaged_when_they_a
 # ---------------------------------------------------------------------------------------------------------------
 
 
+def test_an_evaluation_by_task_by_source_and_with_intervals():
+    assert rl.pass_at(2, [1, 0, 0, 0], 1) == 0.5
+    assert rl.pass_at(4, [1, 0, 0, 0], 1) == 1.0 and rl.pass_at(1, [0.5, 0.0], 1) == 0.0
+    rewards = {"a": ("x", [1.0, 0.0]), "b": ("x", [1.0]), "c": ("y", [0.0, 0.0]), "d": ("", [])}
+    tasks = [{"task_id": name, "source": source, "rewards": some} for name, (source, some) in rewards.items()]
+    found = rl.assess(tasks, samples=2, passed=1.0)
+    mean, half = (0.5 + 1 + 0) / 3, 1.96 * 0.5 / 3**0.5
+    assert (found["reward"], found["low"], found["high"]) == pytest.approx((mean, mean - half, mean + half))
+    assert found["tasks"] == 3 and found["pass"]["1"] == pytest.approx((mean, mean - half, mean + half))
+    half = 1.96 * 0.5**0.5 / 2**0.5
+    assert found["pass"]["2"] == pytest.approx((0.5, 0.5 - half, 0.5 + half)), "task b has one rollout that counts"
+    assert found["sources"]["x"]["reward"] == 0.75 and found["sources"]["x"]["tasks"] == 2
+    assert found["sources"]["y"] == {"reward": 0.0, "low": None, "high": None, "tasks": 1,
+                                     "pass": {"1": (0.0, None, None), "2": (0.0, None, None)}}  # fmt: skip
+
+
+def test_pass_at_k_is_what_drawing_k_of_n_gives():
+    """All draws enumerated."""
+    rewards = [1.0, 0.0, 1.0, 0.0, 0.0, 0.3]
+    for k in range(1, 7):
+        draws = list(itertools.combinations(rewards, k))
+        assert rl.pass_at(k, rewards, 1.0) == pytest.approx(sum(max(draw) >= 1.0 for draw in draws) / len(draws))
+
+
 def checkpoints_of(cfg: rl.TrainConfig, ranks) -> rl.Checkpoints:
     """Those of a new policy."""
     policy = rl.shard(rl.Policy(cfg), cfg, ranks)
@@ -1169,6 +1194,7 @@ REFUSALS = [
     ({"device": "tpu"}, "'tpu'", "one of cpu, cuda"),
     ({"resume": "nowhere"}, "--resume nowhere holds no state.json", "RUN/checkpoints/step-"),
     ({"checkpoint_steps": -1}, "--checkpoint_steps -1", "0 or more"),
+    ({"eval_samples": 2}, "--eval_samples 2", "give --eval_temperature"),
     ({"checkpoint_keep": 0}, "--checkpoint_keep 0", "1 or more"),
     ({"steps": 0}, "--steps 0", "1 or more"),
     ({"token_budget": 1}, "--token_budget 1", "2 or more"),

@@ -748,7 +748,11 @@ class SyncEngine(FakeEngine):
 
 PHASES = {"connect": "init_weight_transfer_engine", "start": "start_weight_update", "update": "update_weights",
           "use": "finish_weight_update", "commit": "resume_generation"}  # fmt: skip
-ASKED = {"connect": {"rank_offset": 1}, "commit": {"version": 1}, "evaluate": {"temperature": 0.0, "limit": 1}}
+ASKED = {
+    "connect": {"rank_offset": 1},
+    "commit": {"version": 1},
+    "evaluate": {"temperature": 0.0, "limit": 1, "samples": 1},
+}
 
 
 def synced_node(monkeypatch, engines: list) -> rollout.Node:
