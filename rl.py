@@ -48,6 +48,7 @@ import httpx
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -146,7 +147,7 @@ class TrainConfig:
     checkpoint_steps: int = flag(0, "steps between checkpoints, from which --resume goes on; 0: none")
     checkpoint_keep: int = flag(2, "checkpoints kept, the newest")
     resume: str = flag("", "folder of the checkpoint to go on from; auto: the newest in --out, or a new start")
-    keep_rows: bool = flag(False, "keep the rows of every batch in the run's folder, for --retrain")
+    keep_rows: bool = flag(False, "keep the rows of every batch and what became of them, for --retrain and tools.trace")
     retrain: str = flag("", "folder of a run that kept its rows: train again, by its config, from them, with no engine")
     eval_tasks: int = flag(128, "held-out tasks evaluated before and after training; 0: none")
     eval_steps: int = flag(0, "steps between further evaluations during training; 0: none")
@@ -1220,11 +1221,11 @@ class Journal:
             if name == "ledger.jsonl":
                 for line in map(json.loads, kept):
                     self.sampled, self.pending = self.sampled + line["sampled"], line["pending_after"]
-        for path in sorted((run / "rows").glob("step-*")):
+        for path in (*run.glob("rows/step-*"), *run.glob("decisions/step-*")):
             if run == self.root and int(path.name[5:]) > step:
                 shutil.rmtree(path)
             elif run != self.root and int(path.name[5:]) <= step:
-                shutil.copytree(path, self.root / "rows" / path.name, dirs_exist_ok=True)
+                shutil.copytree(path, self.root / path.parent.name / path.name, dirs_exist_ok=True)
 
     def ledger(self, line: dict) -> None:
         """A balanced line."""
@@ -1289,6 +1290,17 @@ def step_metrics(batch: Batch, decision, log_ratio_S, lag_S, scored: Scored, ref
     metrics = {f"{group}/{name}": value for group, found in groups.items() for name, value in found.items()}
     metrics["entropy"] = float(ranks.concat(scored.entropy_S)[trained_S].mean())
     return metrics
+
+
+def keep_decisions(folder: Path, rank: int, micro: list[MicroBatch], **found_S: torch.Tensor) -> None:
+    """``decisions/step-000040/rank-0.safetensors``: what became of each token of this rank's rows, ``[S]`` each, beside
+    where it is: ``row`` in the list ``rows`` of the file's metadata, ``at`` in that row, ``micro``. For tools/trace."""
+    rows = [(place, row) for place, one in enumerate(micro) for row in one.rows]
+    spots = [(n, at, place) for n, (place, row) in enumerate(rows) for at in np.flatnonzero(row.sampled)]
+    where = dict(zip(("row", "at", "micro"), torch.tensor(spots).T, strict=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value_S.detach().cpu().contiguous() for name, value_S in (where | found_S).items()}
+    save_file(tensors, folder / f"rank-{rank}.safetensors", {"rows": json.dumps([row.row_id for _, row in rows])})
 
 
 def replay_metrics(policy: Policy, micro: list[MicroBatch], scored: Scored, step: int, conflicts: float, ranks: Ranks,
@@ -1572,6 +1584,11 @@ def train(cfg: TrainConfig) -> None:
                 probe_difference = syncer.sync(version)
         ended = time.monotonic()
 
+        if cfg.keep_rows:
+            divisors_S = torch.cat([torch.full([n], one["denominator"]) for n, one in zip(sizes, updates, strict=True)])
+            keep_decisions(journal.root / "decisions" / f"step-{step + 1:06d}", ranks.rank, micro,
+                           logp=scored.logp_S, lag=lag_S, reason=decision.reason_T, weight=decision.weight_T,
+                           advantage=credit.advantage_S, denominator=divisors_S)  # fmt: skip
         metrics |= step_metrics(batch, decision, log_ratio_S, lag_S, scored, reference_S, credit.target_S, cfg, ranks)
         journal.ledger(line)
         journal.append("schedule.jsonl", manifest)

@@ -13,10 +13,12 @@ import pytest
 import torch
 from conftest import ROOT, wait_for
 from safetensors.torch import load_file
+from spoilt_runs import check_notices
 from test_faults import check_account, lines, steps_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rl
+from tools import trace
 from tools.export import export
 
 torch.set_num_threads(1)
@@ -89,6 +91,23 @@ def test_a_killed_run_goes_on_where_it_was(models, launch, tmp_path):
     rows = [row for some in kept for row in some]
     assert {row.row_id for row in rows} == set(owner) and len(nodes.batches) == 6
     assert {int(version) for row in rows for version in row.versions[row.sampled]} == {2}
+
+    # The whole run, killed and resumed, holds offline; a trace leads from a sampled token to its share of the loss.
+    said = trace.check(trace.Run(folder))
+    assert said[0].startswith("6 steps") and [line.split(",")[0] for line in said[2:]] == ["version 0", "version 4"], (
+        said
+    )
+    kept_run, tokenizer = trace.Run(folder), AutoTokenizer.from_pretrained(cfg.model)
+    step = kept_run.step(3)
+    found = list(step.tokens())
+    text = trace.chain(step, 5, tokenizer)
+    _, row, at, decision = found[5]
+    for piece in (f"token 5 of {len(found)}", row.row_id, f"position {at} of", f"{row.logprobs[at]:.6f}", "version 2",
+                  f"{decision['logp']:.6f}", "engine 0", f"denominator {decision['denominator']:g}"):  # fmt: skip
+        assert piece in text, (piece, text)
+    mine = [number for number, (_, row, _, _) in enumerate(found) if row.rollout_id == found[5][1].rollout_id]
+    assert [int(line.split()[0]) for line in trace.table(step, row.rollout_id, tokenizer).splitlines()[1:]] == mine
+    check_notices(folder, tmp_path)
 
     # Four steps on end are two, a resume, and the others; bit for bit, and nearly so with another number of ranks.
     straight = load_file(folder / "model" / "model.safetensors")
