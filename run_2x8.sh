@@ -7,8 +7,9 @@
 #   NODE_RANK=0 MASTER_ADDR=a ROLLOUT_ADDR=b INSTAR_SECRET=... bash run_2x8.sh      by hand, on node a;
 #   the same with NODE_RANK=1 on node b. On one node with GPUs they are split between trainer and engines.
 #
-# Variables: RECIPE RUN SEED STEPS MODEL AGENT DATA EVAL_DATA ENGINES TRAINER_GPUS PORT PYTHON, on a CPU TRAINER_RANKS;
-# RESUME=auto (go on from RUN's newest checkpoint; or a checkpoint's folder), DRY_RUN=1 (print, start nothing).
+# Variables: RECIPE RUN SEED STEPS MODEL AGENT DATA EVAL_DATA ENGINES TRAINER_GPUS PORT PYTHON TENSOR_PARALLEL,
+# on a CPU TRAINER_RANKS; RESUME=auto (go on from RUN's newest checkpoint; or a checkpoint's folder), DRY_RUN=1 (print
+# this node's commands, start nothing).
 set -Eeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 [ -n "${SLURM_SUBMIT_DIR:-}" ] && cd "$SLURM_SUBMIT_DIR"
@@ -32,26 +33,28 @@ NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} ROLLOUT_ADDR=${R
 if [ "$DEVICE" = cpu ]; then
   TRAINER_RANKS=${TRAINER_RANKS:-2}
   echo "no GPU found: rehearsing on CPU cores ($TRAINER_RANKS trainer ranks, ${ENGINES:-1} engine(s)); the processes are those of 2x8 GPUs"
-  RECIPE=${RECIPE:-toy} ENGINES=${ENGINES:-1} ENGINE_GPUS=
+  RECIPE=${RECIPE:-toy} ENGINE_SLOTS=1 ENGINE_GPUS=
   # Threads that spin while they wait take the cores that the other processes need.
   export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
 elif [ "$NODES" -eq 1 ]; then
   [ "$GPU_COUNT" -ge 2 ] || fail "one GPU cannot be split between trainer and engine; use DEVICE=cpu or a machine with two"
   RECIPE=${RECIPE:-calculator_2x8} TRAINER_RANKS=${TRAINER_GPUS:-$((GPU_COUNT / 2))}
-  ENGINES=${ENGINES:-$((GPU_COUNT - TRAINER_RANKS))} ENGINE_GPUS=$(seq -s, "$TRAINER_RANKS" $((TRAINER_RANKS + ENGINES - 1)))
+  ENGINE_SLOTS=$((GPU_COUNT - TRAINER_RANKS)) ENGINE_GPUS=$(seq -s, "$TRAINER_RANKS" $((GPU_COUNT - 1)))
 else
-  RECIPE=${RECIPE:-calculator_2x8} TRAINER_RANKS=${TRAINER_GPUS:-$GPU_COUNT} ENGINES=${ENGINES:-$GPU_COUNT} ENGINE_GPUS=
+  RECIPE=${RECIPE:-calculator_2x8} TRAINER_RANKS=${TRAINER_GPUS:-$GPU_COUNT} ENGINE_SLOTS=$GPU_COUNT ENGINE_GPUS=
 fi
 
 # ---- what: the recipe, the run's folder
 [ -f "recipes/$RECIPE.sh" ] || fail "no recipe '$RECIPE'; there are: $(cd recipes && echo *.sh | sed 's/\.sh//g')"
 SEED=${SEED:-0} OWN_MODEL=${MODEL:-}
 . "recipes/$RECIPE.sh"
+TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}   # GPUs of an engine
+ENGINES=${ENGINES:-$((ENGINE_SLOTS / TENSOR_PARALLEL))}
 RUN=${RUN:-$RECIPE-seed$SEED-$(date +%Y%m%d-%H%M%S)} OUT=runs/$RUN
 ROLES=$([ "$NODES" -eq 1 ] && echo "rollout trainer" || { [ "$NODE_RANK" -eq 0 ] && echo trainer || echo rollout; })
 
 if [ -n "${DRY_RUN:-}" ]; then
-  start() { shift; echo "$*"; }
+  start() { shift; printf '%q ' "$@" && echo; }
 else
   [ -n "${RESUME:-}" ] || [ ! -e "$OUT/summary.json" ] || fail "$OUT already holds a finished run; choose another name with RUN="
   mkdir -p "$OUT" || fail "cannot make $OUT; is the disk full?"
@@ -81,7 +84,7 @@ SECONDS=0
 [ -n "${DRY_RUN:-}" ] || { setup && { [ -z "${VISION:-}" ] || setup_vision; }; }
 SETUP_SECONDS=$SECONDS SECONDS=0
 if [ -n "${DRY_RUN:-}" ]; then
-  [ -n "$OWN_MODEL" ] || echo "${BUILD_MODEL[*]}"
+  [ -n "$OWN_MODEL" ] || start model "${BUILD_MODEL[@]}"
 elif [ -z "$OWN_MODEL" ]; then
   "${BUILD_MODEL[@]}" || fail "the model could not be built: ${BUILD_MODEL[*]}"
 fi
@@ -94,7 +97,8 @@ for role in $ROLES; do
   if [ "$role" = rollout ]; then
     start rollout "$PY" rollout.py --model "$MODEL" --agent "$AGENT" \
       ${DATA:+--data "$DATA"} ${EVAL_DATA:+--eval_data "$EVAL_DATA"} --device "$DEVICE" --engines "$ENGINES" \
-      --gpus "$ENGINE_GPUS" --steps "$STEPS" --seed "$SEED" --control_host "$LISTEN" --control_port "$PORT" "${ROLLOUT_FLAGS[@]}"
+      --tensor_parallel "$TENSOR_PARALLEL" --gpus "$ENGINE_GPUS" --steps "$STEPS" --seed "$SEED" \
+      --control_host "$LISTEN" --control_port "$PORT" "${ROLLOUT_FLAGS[@]}"
   else
     start rl "$PY" -m torch.distributed.run --standalone --nproc_per_node "$TRAINER_RANKS" rl.py --model "$MODEL" \
       --out "$OUT" --recipe "$RECIPE" --device "$DEVICE" --steps "$STEPS" --seed "$SEED" \
