@@ -15,6 +15,7 @@ from conftest import ROOT, wait_for
 from safetensors.torch import load_file
 from spoilt_runs import check_notices
 from test_faults import check_account, lines, steps_of
+from test_tour import meters_of, without_an_entry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rl
@@ -108,6 +109,7 @@ def test_a_killed_run_goes_on_where_it_was(models, launch, tmp_path):
     mine = [number for number, (_, row, _, _) in enumerate(found) if row.rollout_id == found[5][1].rollout_id]
     assert [int(line.split()[0]) for line in trace.table(step, row.rollout_id, tokenizer).splitlines()[1:]] == mine
     check_notices(folder, tmp_path)
+    assert not without_an_entry(meters_of(folder)), "every meter that a run writes is in TOUR.md"
 
     # Four steps on end are two, a resume, and the others; bit for bit, and nearly so with another number of ranks.
     straight = load_file(folder / "model" / "model.safetensors")
