@@ -41,6 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,6 +155,7 @@ class TrainConfig:
     eval_samples: int = flag(1, "rollouts of each held-out task")
     eval_temperature: float = flag(0.0, "their sampling temperature; 0: greedy")
     eval_pass: float = flag(1.0, "the reward from which a rollout counts as passed, for pass@k")
+    track: str = flag("", "write the metrics there too: tensorboard or wandb, whose package must be installed")
     probe_prompts: int = flag(4, "prompts of the probe after each weight sync")
     probe_tokens: int = flag(16, "tokens sampled per probe prompt")
     probe_bound: float = flag(1e-4, "largest difference of a probe's log-probs between engine and trainer")
@@ -220,6 +222,10 @@ def validate(cfg: TrainConfig) -> None:
         if not least <= vars(cfg)[name] < math.inf:  # nor NaN
             raise ValueError(f"--{name} {vars(cfg)[name]} must be finite and {least} or more")
     validate_loss(cfg)
+    if cfg.track not in ("", *TRACKERS):
+        raise ValueError(f"--track {cfg.track!r} is unknown; known: {', '.join(TRACKERS)}")
+    if cfg.track and not find_spec(cfg.track):
+        raise ValueError(f"--track {cfg.track}: the package is not installed: .venv/bin/pip install {cfg.track}")
     if cfg.eval_samples > 1 and not cfg.eval_temperature:
         raise ValueError(f"--eval_samples {cfg.eval_samples} of greedy rollouts are all alike; give --eval_temperature")
     if (path := checkpoint_of(cfg)) and not (path / "state.json").is_file():
@@ -1197,6 +1203,23 @@ def ledger_line(step: int, node: dict, counts_RC: torch.Tensor, listed: int) -> 
     return line
 
 
+def to_tensorboard(cfg: TrainConfig) -> Callable[[dict], None]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(cfg.out, flush_secs=1)
+    return lambda m: [writer.add_scalar(name, value, m["step"]) for name, value in m.items()]
+
+
+def to_wandb(cfg: TrainConfig) -> Callable[[dict], None]:
+    import wandb
+
+    run = wandb.init(project="instar", name=Path(cfg.out).name, dir=cfg.out, config=asdict(cfg))
+    return lambda m: run.log(m, step=m["step"])
+
+
+TRACKERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}
+
+
 class Journal:
     """The run's files; rank 0 alone writes."""
 
@@ -1210,6 +1233,7 @@ class Journal:
             versions = {found.name: found.version for found in importlib.metadata.distributions()}
             (self.root / "versions.json").write_text(json.dumps(versions, indent=2, sort_keys=True) + "\n")
             self.go_on(Path(saved.run), saved.step)
+        self.track = TRACKERS[cfg.track](cfg) if self.writes and cfg.track else lambda m: None
 
     def go_on(self, run: Path, step: int) -> None:
         """Keep what ``run`` wrote of its first steps; a run that begins keeps nothing."""
@@ -1248,6 +1272,7 @@ class Journal:
 
     def step(self, m: dict) -> None:
         """The metrics line, and one for people."""
+        self.track(m)
         self.append("metrics.jsonl", {name: value if value == value else None for name, value in m.items()})  # no NaN
         if self.writes:
             compared = f"kl {m['kl/k1']:.4f}  " if "kl/k1" in m else ""

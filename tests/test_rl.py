@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -1084,6 +1085,27 @@ def test_meters_of_two_nodes_are_summed_when_they_count_and_averaged_when_they_a
 # ---------------------------------------------------------------------------------------------------------------
 
 
+def test_metrics_go_to_a_tracker_whose_package_is_there(monkeypatch, tmp_path):
+    """TensorBoard and Weights & Biases, as fakes of the few calls that they get."""
+    told = []
+    fake = types.SimpleNamespace(
+        init=lambda **given: told.append(given) or types.SimpleNamespace(log=lambda m, step: told.append((step, m))),
+        SummaryWriter=lambda folder, flush_secs: types.SimpleNamespace(add_scalar=lambda *one: told.append(one)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    cfg = rl.TrainConfig(model="m", out=str(tmp_path / "a run"))
+    rl.TRACKERS["wandb"](cfg)({"step": 3, "reward": 0.5})
+    assert told[0]["name"] == "a run" and told[0]["config"]["model"] == "m"
+    assert told.pop() == (3, {"step": 3, "reward": 0.5})
+    rl.TRACKERS["tensorboard"](cfg)({"step": 3, "reward": 0.5})
+    assert told[-1] == ("reward", 0.5, 3)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(rl, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--track wandb: the package is not installed: .venv/bin/pip install wandb"):
+        rl.validate(rl.replace(cfg, track="wandb", model=str(tmp_path)))
+
+
 def test_an_evaluation_by_task_by_source_and_with_intervals():
     assert rl.pass_at(2, [1, 0, 0, 0], 1) == 0.5
     assert rl.pass_at(4, [1, 0, 0, 0], 1) == 1.0 and rl.pass_at(1, [0.5, 0.0], 1) == 0.0
@@ -1194,6 +1216,7 @@ REFUSALS = [
     ({"device": "tpu"}, "'tpu'", "one of cpu, cuda"),
     ({"resume": "nowhere"}, "--resume nowhere holds no state.json", "RUN/checkpoints/step-"),
     ({"checkpoint_steps": -1}, "--checkpoint_steps -1", "0 or more"),
+    ({"track": "mlflow"}, "'mlflow'", "tensorboard, wandb"),
     ({"eval_samples": 2}, "--eval_samples 2", "give --eval_temperature"),
     ({"checkpoint_keep": 0}, "--checkpoint_keep 0", "1 or more"),
     ({"steps": 0}, "--steps 0", "1 or more"),
