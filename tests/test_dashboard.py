@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 import rl
 from loopback import Row, pack_rows
-from tools import dashboard
+from tools import curve, dashboard
 
 
 def row_of(name: str, ids: list[int]) -> Row:
@@ -105,6 +105,13 @@ def test_what_is_not_there_is_answered_in_one_line(run, tmp_path):
         dashboard.make_app(tmp_path)
 
 
+def test_the_curve_is_the_same_file_each_time(run, tmp_path):
+    for name in "ab":
+        curve.draw(run, tmp_path / f"{name}.svg")
+    first, second = ((tmp_path / f"{name}.svg").read_bytes() for name in "ab")
+    assert first == second and b"<svg" in first
+
+
 def test_the_page_in_a_real_browser(run):
     """It draws the charts, and shows a rollout's tokens; nothing but this server is asked for anything."""
     browser = shutil.which("chromium")
@@ -124,7 +131,7 @@ def test_the_page_in_a_real_browser(run):
             except httpx.TransportError:
                 assert time.monotonic() < end
                 time.sleep(0.1)
-        look = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom"]
+        look = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
         seen = subprocess.run([*look, f"http://127.0.0.1:{port}/#2/7-1"], capture_output=True, text=True, timeout=60)
     finally:
         server.terminate()
