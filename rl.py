@@ -501,7 +501,18 @@ class Nodes:
 
 def kept_rows(run: str, url: str, step: int) -> Path:
     """Where a run keeps what its ranks fetched from a node for a step, a file for each rank."""
-    return Path(run) / "rows" / f"step-{step:06d}" / re.sub(r"[^0-9A-Za-z.]+", "-", url)
+    return step_folder(run, "rows", step) / re.sub(r"[^0-9A-Za-z.]+", "-", url)
+
+
+def step_folder(run: str | Path, kind: str, step: int) -> Path:
+    """The folder of a run's rows, decisions or checkpoints that belongs to one step."""
+    return Path(run) / kind / f"step-{step:06d}"
+
+
+def read_lines(path: Path) -> list[dict]:
+    """JSON lines. What follows the last newline is being written, or was when its writer was killed: it is left out."""
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 class Recorded:
@@ -513,7 +524,7 @@ class Recorded:
 
     def __init__(self, cfg: TrainConfig):
         self.cfg, self.urls = cfg, [cfg.retrain]
-        *self.batches, self.end = map(json.loads, (Path(cfg.retrain) / "schedule.jsonl").read_text().splitlines())
+        *self.batches, self.end = read_lines(Path(cfg.retrain) / "schedule.jsonl")
         if "ledger" not in self.end or len(self.batches) != cfg.steps:
             raise ValueError(f"--retrain {cfg.retrain}: that run did not finish its {cfg.steps} steps")
 
@@ -1204,6 +1215,7 @@ def ledger_line(step: int, node: dict, counts_RC: torch.Tensor, listed: int) -> 
 
 
 def to_tensorboard(cfg: TrainConfig) -> Callable[[dict], None]:
+    """Writes a step's metrics into the run's folder as TensorBoard reads them."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(cfg.out, flush_secs=1)
@@ -1211,6 +1223,7 @@ def to_tensorboard(cfg: TrainConfig) -> Callable[[dict], None]:
 
 
 def to_wandb(cfg: TrainConfig) -> Callable[[dict], None]:
+    """Logs a step's metrics to Weights & Biases, in a run that has this run's name."""
     import wandb
 
     run = wandb.init(project="instar", name=Path(cfg.out).name, dir=cfg.out, config=asdict(cfg))
@@ -1238,12 +1251,10 @@ class Journal:
     def go_on(self, run: Path, step: int) -> None:
         """Keep what ``run`` wrote of its first steps; a run that begins keeps nothing."""
         for name in ("metrics.jsonl", "ledger.jsonl", "schedule.jsonl", "evaluations.jsonl"):
-            path = run / name
-            lines = path.read_text().splitlines() if step else []
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-            (self.root / name).write_text("".join(f"{line}\n" for line in kept))
+            kept = [line for line in read_lines(run / name) if line["step"] <= step] if step else []
+            (self.root / name).write_text("".join(f"{json.dumps(line)}\n" for line in kept))
             if name == "ledger.jsonl":
-                for line in map(json.loads, kept):
+                for line in kept:
                     self.sampled, self.pending = self.sampled + line["sampled"], line["pending_after"]
         for path in (*run.glob("rows/step-*"), *run.glob("decisions/step-*")):
             if run == self.root and int(path.name[5:]) > step:
@@ -1319,10 +1330,12 @@ def step_metrics(batch: Batch, decision, log_ratio_S, lag_S, scored: Scored, ref
 
 def keep_decisions(folder: Path, rank: int, micro: list[MicroBatch], **found_S: torch.Tensor) -> None:
     """``decisions/step-000040/rank-0.safetensors``: what became of each token of this rank's rows, ``[S]`` each, beside
-    where it is: ``row`` in the list ``rows`` of the file's metadata, ``at`` in that row, ``micro``. For tools/trace."""
+    where it is: ``rollout`` in the manifest, ``row`` in the list ``rows`` of the file's metadata, ``at`` in that row,
+    ``micro``. For tools/trace."""
     rows = [(place, row) for place, one in enumerate(micro) for row in one.rows]
     spots = [(n, at, place) for n, (place, row) in enumerate(rows) for at in np.flatnonzero(row.sampled)]
     where = dict(zip(("row", "at", "micro"), torch.tensor(spots).T, strict=True))
+    where["rollout"] = torch.cat([one.rollout_S for one in micro])
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value_S.detach().cpu().contiguous() for name, value_S in (where | found_S).items()}
     save_file(tensors, folder / f"rank-{rank}.safetensors", {"rows": json.dumps([row.row_id for _, row in rows])})
@@ -1437,7 +1450,7 @@ class Checkpoints:
         dcp.save(self.tensors(), checkpoint_id=aside)
         if writes:
             (aside / "state.json").write_text(json.dumps(asdict(saved)) + "\n")
-            aside.rename(self.folder / f"step-{saved.step:06d}")
+            aside.rename(step_folder(self.cfg.out, "checkpoints", saved.step))
             for old in sorted(self.folder.glob("step-*"))[: -self.cfg.checkpoint_keep]:
                 shutil.rmtree(old)
         dist.barrier()
@@ -1611,7 +1624,7 @@ def train(cfg: TrainConfig) -> None:
 
         if cfg.keep_rows:
             divisors_S = torch.cat([torch.full([n], one["denominator"]) for n, one in zip(sizes, updates, strict=True)])
-            keep_decisions(journal.root / "decisions" / f"step-{step + 1:06d}", ranks.rank, micro,
+            keep_decisions(step_folder(cfg.out, "decisions", step + 1), ranks.rank, micro,
                            logp=scored.logp_S, lag=lag_S, reason=decision.reason_T, weight=decision.weight_T,
                            advantage=credit.advantage_S, denominator=divisors_S)  # fmt: skip
         metrics |= step_metrics(batch, decision, log_ratio_S, lag_S, scored, reference_S, credit.target_S, cfg, ranks)

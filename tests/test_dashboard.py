@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
@@ -21,8 +21,8 @@ from conftest import ROOT, free_port
 from transformers import AutoTokenizer
 
 import rl
-from loopback import Row, pack_rows
-from tools import curve, dashboard
+from loopback import Row, pack_rows, unpack_rows
+from tools import curve, dashboard, trace
 
 
 def row_of(name: str, ids: list[int]) -> Row:
@@ -96,11 +96,38 @@ def test_what_it_serves(run):
     assert "None" not in metrics and not re.search(r"[^\w\s.#+-]", metrics), "nothing Prometheus would refuse"
 
 
+def test_two_nodes_may_give_their_rollouts_the_same_names(run):
+    """Their rows and decisions stay apart, in the page and in a trace."""
+    first = rl.kept_rows(str(run), "http://node:1", 2) / "7-0.0.safetensors"
+    rows = [replace(row, reward=0.25) for row in unpack_rows(first.read_bytes())]
+    other = rl.kept_rows(str(run), "http://other:1", 2)
+    other.mkdir()
+    (other / "7-0.0.safetensors").write_bytes(pack_rows(rows))
+    *_, last = schedule = rl.read_lines(run / "schedule.jsonl")
+    last["rollouts"] += [one | {"url": "http://other:1", "group": "1/7"} for one in last["rollouts"]]
+    (run / "schedule.jsonl").write_text("".join(json.dumps(line) + "\n" for line in schedule))
+    both = [*unpack_rows(first.read_bytes()), *rows]
+    micro = [rl.pack([(row, n) for n, row in enumerate(both)], torch.device("cpu"))]
+    rl.keep_decisions(run / "decisions" / "step-000002", 0, micro, logp=-torch.arange(16.0), lag=torch.zeros(16),
+                      weight=torch.ones(16), reason=torch.zeros(16).long(), advantage=torch.ones(16),
+                      denominator=torch.ones(16))  # fmt: skip
+    (_, all_of), (_, one) = ask(run, "/tokens?step=2&id=7-1", "/tokens?step=2&id=7-1&url=http://other:1")
+    assert [row["reward"] for row in json.loads(all_of)["rows"]] == [1.0, 0.25]
+    [row] = json.loads(one)["rows"]
+    said = [token["trainer"] for token in row["tokens"] if token["kind"] == "sampled"]
+    assert row["reward"] == 0.25 and said == [-12.0, -13.0, -14.0, -15.0]
+    found = [(row.reward, found["row"][0], found["logp"]) for _, row, _, found in trace.Run(run).step(2).tokens()]
+    assert found == [(1.0, "http://node:1", -n) for n in range(8)] + [
+        (0.25, "http://other:1", -n) for n in range(8, 16)
+    ]
+
+
 def test_what_is_not_there_is_answered_in_one_line(run, tmp_path):
     missing = ask(run, "/tokens?step=1&id=7-1", "/rollouts?step=5", "/tokens?step=2")
     assert [status for status, _ in missing] == [404] * 3
     assert all(text and "\n" not in text for _, text in missing)
     assert "no step 5" in missing[1][1]
+    assert ask(run, "/tokens?step=2&id=9-9") == [(404, "no rollout 9-9 in step 2: 7-0, 7-1")]
     with pytest.raises(ValueError, match="no config"):
         dashboard.make_app(tmp_path)
 

@@ -1130,6 +1130,17 @@ def test_pass_at_k_is_what_drawing_k_of_n_gives():
         assert rl.pass_at(k, rewards, 1.0) == pytest.approx(sum(max(draw) >= 1.0 for draw in draws) / len(draws))
 
 
+def test_a_line_that_was_cut_anywhere_is_left_out(tmp_path):
+    """Also where what is left of it ends like a whole one."""
+    first, second = (json.dumps({"step": n, "dropped": {"stale": n}}) + "\n" for n in (1, 2))
+    for cut in range(len(second)):
+        (tmp_path / "lines").write_text(first + second[:cut])
+        assert rl.read_lines(tmp_path / "lines") == [{"step": 1, "dropped": {"stale": 1}}]
+    (tmp_path / "lines").write_text(first + second)
+    assert [line["step"] for line in rl.read_lines(tmp_path / "lines")] == [1, 2]
+    assert rl.read_lines(tmp_path / "none") == []
+
+
 def checkpoints_of(cfg: rl.TrainConfig, ranks) -> rl.Checkpoints:
     """Those of a new policy."""
     policy = rl.shard(rl.Policy(cfg), cfg, ranks)

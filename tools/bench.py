@@ -324,8 +324,8 @@ def trained(replay: bool, seed: int) -> tuple[list[dict], float]:
     run = f"bench-{os.getpid()}-replay-{replay}-{seed}"
     asked = {"RUN": run, "RECIPE": "toy_moe_bf16", "SEED": str(seed), "STEPS": str(STEPS), "REPLAY": str(replay)}
     subprocess.run(["bash", "run_2x8.sh"], env=os.environ | asked, stdout=subprocess.DEVNULL, check=True)
-    lines = (Path("runs") / run / "metrics.jsonl").read_text().splitlines()
-    return list(map(json.loads, lines)), json.loads((Path("runs") / run / "summary.json").read_text())["reward_after"]
+    metrics = rl.read_lines(Path("runs") / run / "metrics.jsonl")
+    return metrics, json.loads((Path("runs") / run / "summary.json").read_text())["reward_after"]
 
 
 def replay_training() -> None:
@@ -373,11 +373,6 @@ MEANS = ("seconds/generate", "seconds/train", "seconds/sync", "rollout/engines_i
          "rollout/reprefilled_tokens")  # fmt: skip
 
 
-def lines(path: Path) -> list[dict]:
-    """A file of JSON lines."""
-    return list(map(json.loads, path.read_text().splitlines()))
-
-
 def busy_s() -> float:
     """CPU seconds that this machine has spent since it started, whatever on."""
     user, nice, system = Path("/proc/stat").read_text().split()[1:4]
@@ -394,7 +389,9 @@ def lagged(model: str, lag: int, partial: bool, seed: int) -> dict[str, float]:
     subprocess.run(["bash", "run_2x8.sh"], env=os.environ | asked, stdout=subprocess.DEVNULL, check=True)
     after, busy = os.times(), busy_s() - busy
     own = after.children_user + after.children_system - before.children_user - before.children_system
-    metrics, ledger = (lines(Path("runs") / run / name)[left_out:] for name in ("metrics.jsonl", "ledger.jsonl"))
+    metrics, ledger = (
+        rl.read_lines(Path("runs") / run / name)[left_out:] for name in ("metrics.jsonl", "ledger.jsonl")
+    )
     found = {name: statistics.mean(line[name] for line in metrics) for name in MEANS}
     found["trained"] = found["seconds/train"] + found["seconds/sync"]
     found["seconds"] = found["seconds/generate"] + found["trained"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tools.dashboard import lines
+from rl import read_lines
 
 
 def draw(run: Path, out: Path) -> None:
@@ -18,7 +18,7 @@ def draw(run: Path, out: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "instar"  # the same run gives the same file
     from matplotlib import pyplot
 
-    metrics, held_out = lines(run / "metrics.jsonl"), lines(run / "evaluations.jsonl")
+    metrics, held_out = read_lines(run / "metrics.jsonl"), read_lines(run / "evaluations.jsonl")
     figure, axes = pyplot.subplots(figsize=(6, 3))
     axes.plot([m["step"] for m in metrics], [m["reward"] for m in metrics], color="0.7", label="reward in training")
     steps, rewards = [e["step"] for e in held_out], [e["reward"] for e in held_out]

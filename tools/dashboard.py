@@ -5,7 +5,8 @@ One static page (``dashboard.html``: no build step, nothing from outside) and wh
     GET /                       the page
     GET /run                    config, and the lines of metrics, evaluations and the ledger so far
     GET /rollouts?step=S        the rollouts of a step (S 0: the last)
-    GET /tokens?step=S&id=ID    the tokens of a rollout's rows, and what became of each (of a run with --keep_rows)
+    GET /tokens?step=S&id=ID    the tokens of a rollout's rows, and what became of each (of a run with --keep_rows);
+                                &url=URL, where several nodes have a rollout of that id: of this one alone
     GET /metrics                the last step's numbers, as Prometheus reads them
 """
 
@@ -23,15 +24,11 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 import gate
+from rl import read_lines
 from tools.trace import Run
 
 PAGE = Path(__file__).with_name("dashboard.html")
 FOLDER = web.AppKey("folder", Path)
-
-
-def lines(path: Path) -> list[dict]:
-    """JSON lines; one that is being written is left out."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.is_file() else []
 
 
 async def page(request: web.Request) -> web.FileResponse:
@@ -40,7 +37,7 @@ async def page(request: web.Request) -> web.FileResponse:
 
 async def run(request: web.Request) -> web.Response:
     folder = request.app[FOLDER]
-    files = {name: lines(folder / f"{name}.jsonl") for name in ("metrics", "evaluations", "ledger")}
+    files = {name: read_lines(folder / f"{name}.jsonl") for name in ("metrics", "evaluations", "ledger")}
     ended = (folder / "summary.json").is_file()
     config = json.loads((folder / "config.json").read_text())
     return web.json_response({"name": folder.name, "ended": ended, "config": config} | files)
@@ -60,16 +57,19 @@ async def tokens(request: web.Request) -> web.Response:
     """Per row, its tokens: text, kind, and for sampled ones what the engine and the trainer said of them."""
     kept = Run(request.app[FOLDER])
     step = kept.step(int(request.query["step"]) or None)
-    decided = {(row.row_id, at): (rank, found) for rank, row, at, found in step.tokens()}
+    wanted, node = step.of_rollout(request.query["id"]), request.query.get("url")
+    decided = {(*found["row"], at): (rank, found) for rank, _, at, found in step.tokens()}
     rows, tokenizer = [], tokenizer_of(kept.cfg.model)
-    for row in (row for row in step.rows.values() if row.rollout_id == request.query["id"]):
+    for (url, name), row in step.rows.items():
+        if row.rollout_id != wanted or node not in (None, url):
+            continue
         first, out = int(row.sampled.argmax()), []
         for at, token in enumerate(row.token_ids.tolist()):
             said = {"id": token, "text": tokenizer.decode([token]), "kind": "context" if at > first else "prompt"}
             if row.experts.shape[1]:
                 said["routes"] = row.experts[at].tolist() if row.experts_known[at] else None
             if row.sampled[at]:
-                rank, found = decided[row.row_id, at]
+                rank, found = decided[url, name, at]
                 said |= {"kind": "sampled", "call": int(row.call[at]), "version": int(row.versions[at]),
                          "sampler": float(row.logprobs[at]), "trainer": found["logp"], "lag": found["lag"],
                          "ratio": math.exp(found["logp"] - float(row.logprobs[at])),
@@ -89,7 +89,7 @@ def prometheus(metrics: dict) -> str:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    last = (lines(request.app[FOLDER] / "metrics.jsonl") or [{}])[-1]
+    last = (read_lines(request.app[FOLDER] / "metrics.jsonl") or [{}])[-1]
     return web.Response(text=prometheus(last), content_type="text/plain", charset="utf-8")
 
 

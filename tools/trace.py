@@ -38,30 +38,38 @@ from tools.export import export
 
 
 class Step:
-    """What a run kept of one step."""
+    """What a run kept of one step. Two nodes may give a rollout, and a row, the same name: an id is one with its node's
+    address."""
 
     def __init__(self, run: Path, cfg: rl.TrainConfig, manifest: dict):
         self.run, self.cfg, self.manifest, self.number = run, cfg, manifest, manifest["step"]
         self.version = (self.number - 1) * cfg.versions_per_step
         """The trainer's, when it scored the batch."""
-        self.rollouts = {rollout["rollout_id"]: rollout for rollout in manifest["rollouts"]}
+        self.rollouts = manifest["rollouts"]
 
     @cached_property
-    def rows(self) -> dict[str, Row]:
-        """By id. Raises ``ValueError`` where one was fetched twice, or is not as its manifest listed it."""
-        files = sorted(self.run.glob(f"rows/step-{self.number:06d}/*/*.safetensors"))
-        rows = [row for path in files for row in unpack_rows(path.read_bytes())]
-        fetched = Counter((row.row_id, len(row), int(row.sampled.sum())) for row in rows)
-        listed = Counter((row["row_id"], row["tokens"], row["sampled"]) for rollout in self.rollouts.values()
+    def rows(self) -> dict[tuple[str, str], Row]:
+        """By node and id. Raises ``ValueError`` where one was fetched twice, or is not as its manifest listed it."""
+        rows = [(url, row) for url in sorted({rollout["url"] for rollout in self.rollouts})
+                for path in sorted(rl.kept_rows(self.run, url, self.number).glob("*.safetensors"))
+                for row in unpack_rows(path.read_bytes())]  # fmt: skip
+        fetched = Counter((url, row.row_id, len(row), int(row.sampled.sum())) for url, row in rows)
+        listed = Counter((rollout["url"], row["row_id"], row["tokens"], row["sampled"]) for rollout in self.rollouts
                          for row in rollout["rows"])  # fmt: skip
-        expect(fetched == listed, f"step {self.number}: rows (id, tokens, sampled) fetched but not listed "
+        expect(fetched == listed, f"step {self.number}: rows (node, id, tokens, sampled) fetched but not listed "
                f"{list(fetched - listed)}, listed but not fetched {list(listed - fetched)}")  # fmt: skip
-        return {row.row_id: row for row in rows}
+        return {(url, row.row_id): row for url, row in rows}
+
+    def of_rollout(self, rollout_id: str) -> str:
+        """The id. Raises ``ValueError`` where the step has no such rollout."""
+        known = [rollout["rollout_id"] for rollout in self.rollouts]
+        expect(rollout_id in known, f"no rollout {rollout_id} in step {self.number}: {', '.join(known)}")
+        return rollout_id
 
     @cached_property
     def decisions(self) -> list[tuple[list[str], dict[str, torch.Tensor]]]:
         """A rank's rows' names, and its tensors ``[S]``, without those of fillers, which no engine sampled."""
-        found, folder = [], self.run / "decisions" / f"step-{self.number:06d}"
+        found, folder = [], rl.step_folder(self.run, "decisions", self.number)
         paths = sorted(folder.glob("rank-*.safetensors"), key=lambda path: int(path.stem[5:]))
         expect(paths, f"{folder} holds no decisions: was the run started with --keep_rows True?")
         for path in paths:
@@ -73,11 +81,13 @@ class Step:
         return found
 
     def tokens(self) -> Iterator[tuple[int, Row, int, dict]]:
-        """Rank, row, position in it and decision of every sampled token."""
+        """Rank, row, position in it and decision of every sampled token, with ``rollout`` and ``row`` looked up."""
         for rank, (names, tensors) in enumerate(self.decisions):
             for values in zip(*(tensor.tolist() for tensor in tensors.values()), strict=True):
                 found = dict(zip(tensors, values, strict=True))
-                yield rank, self.rows[names[found["row"]]], found["at"], found
+                found["rollout"] = self.rollouts[found["rollout"]]
+                found["row"] = found["rollout"]["url"], names[found["row"]]
+                yield rank, self.rows[found["row"]], found["at"], found
 
 
 def expect(condition, message: str) -> None:
@@ -92,9 +102,9 @@ class Run:
         self.path = path
         expect((path / "config.json").is_file(), f"{path} is no run's folder: it has no config.json")
         self.cfg = rl.TrainConfig(**json.loads((path / "config.json").read_text()))
-        schedule = [json.loads(line) for line in (path / "schedule.jsonl").read_text().splitlines()]
+        schedule = rl.read_lines(path / "schedule.jsonl")
         self.steps = [Step(path, self.cfg, line) for line in schedule if "rollouts" in line]
-        self.ledger = [json.loads(line) for line in (path / "ledger.jsonl").read_text().splitlines()]
+        self.ledger = rl.read_lines(path / "ledger.jsonl")
         self.ended = [line["sampled"] for line in schedule if "rollouts" not in line]
         """What the nodes said at the end that they ever sampled; nothing, for a run that did not end."""
 
@@ -113,7 +123,7 @@ def chain(step: Step, number: int, tokenizer) -> str:
     tokens = list(step.tokens())
     expect(0 <= number < len(tokens), f"no token {number} in step {step.number}: it has 0 to {len(tokens) - 1}")
     rank, row, at, found = tokens[number]
-    rollout, index = step.rollouts[row.rollout_id], int(row.call[at])
+    rollout, index = found["rollout"], int(row.call[at])
     call, place = row.calls[index], int((row.call[:at] == index).sum())
     token, behaviour = int(row.token_ids[at]), float(row.logprobs[at])
     routes = "  ".join(f"layer {n} {sorted(experts)}" for n, experts in enumerate(row.experts[at].tolist()))
@@ -143,7 +153,7 @@ def chain(step: Step, number: int, tokenizer) -> str:
 
 def table(step: Step, rollout_id: str, tokenizer) -> str:
     """A line for each token of a rollout, with the number by which ``--token`` finds it."""
-    expect(rollout_id in step.rollouts, f"no rollout {rollout_id} in step {step.number}: {', '.join(step.rollouts)}")
+    step.of_rollout(rollout_id)
     lines = ["token  row           at call version  log-prob   trainer    weight  advantage  gate        text"]
     for number, (_, row, at, found) in enumerate(step.tokens()):
         if row.rollout_id == rollout_id:
@@ -160,7 +170,11 @@ def table(step: Step, rollout_id: str, tokenizer) -> str:
 def check(run: Run) -> list[str]:
     """Verify a kept run, and say what was verified. Raises ``ValueError`` at the first thing that is wrong."""
     events, pending, tokens = set(), 0, 0
-    for step, line in zip(run.steps, run.ledger, strict=False):
+    expect(
+        [line["step"] for line in run.ledger[: len(run.steps)]] == [step.number for step in run.steps],
+        f"the ledger has {len(run.ledger)} lines, the schedule {len(run.steps)} steps, and not of the same steps",
+    )
+    for step, line in zip(run.steps, run.ledger, strict=False):  # a run that ended has one line more
         check_events(step, events)
         check_decisions(step, line)
         tokens += sum(len(tensors["row"]) for _, tensors in step.decisions)
@@ -180,10 +194,10 @@ def check(run: Run) -> list[str]:
 
 def check_events(step: Step, events: set) -> None:
     """No token of a rollout's call is in two rows, or in two steps; a row's calls are among those of its rollout."""
-    for row in step.rows.values():
+    for (url, _), row in step.rows.items():
         mine, place = set(), Counter()
         for at in row.sampled.nonzero()[0].tolist():
-            mine.add((step.rollouts[row.rollout_id]["url"], row.rollout_id, int(row.call[at]), place[row.call[at]]))
+            mine.add((url, row.rollout_id, int(row.call[at]), place[row.call[at]]))
             place[row.call[at]] += 1
         expect(not mine & events, f"step {step.number}, row {row.row_id}: tokens {sorted(mine & events)[:3]} (node, "
                "rollout, call, number) are in another row as well")  # fmt: skip
@@ -196,18 +210,20 @@ def check_events(step: Step, events: set) -> None:
 
 def check_decisions(step: Step, line: dict) -> None:
     """Each sampled token has one decision, which is the gate's; the denominators and the ledger are their sums."""
-    cfg, order = step.cfg, {name: n for n, name in enumerate(step.rollouts)}
-    group_N = rl.groups_of(step.manifest["rollouts"])
-    spots = Counter((row.row_id, at) for _, row, at, _ in step.tokens())
-    whole = Counter((row.row_id, at) for row in step.rows.values() for at in row.sampled.nonzero()[0].tolist())
-    expect(spots == whole, f"step {step.number}: tokens (row, position) without a decision {list(whole - spots)[:3]}, "
-           f"decided twice or never sampled {list(spots - whole)[:3]}")  # fmt: skip
+    cfg, group_N = step.cfg, rl.groups_of(step.rollouts)
+    owners = {(one["url"], row["row_id"]): n for n, one in enumerate(step.rollouts) for row in one["rows"]}
+    spots = Counter((*found["row"], at) for _, _, at, found in step.tokens())
+    whole = Counter((*name, at) for name, row in step.rows.items() for at in row.sampled.nonzero()[0].tolist())
+    expect(spots == whole, f"step {step.number}: tokens (node, row, position) without a decision "
+           f"{list(whole - spots)[:3]}, decided twice or never sampled {list(spots - whole)[:3]}")  # fmt: skip
     totals, parts = Counter(), []
     for rank, (names, tensors) in enumerate(step.decisions):
-        rows = [step.rows[names[n]] for n in tensors["row"]]
+        urls = [step.rollouts[n]["url"] for n in tensors["rollout"]]
+        places = [(url, names[n]) for url, n in zip(urls, tensors["row"], strict=True)]
+        rows = [step.rows[place] for place in places]
         behaviour_S = torch.tensor([row.logprobs[at] for row, at in zip(rows, tensors["at"].tolist(), strict=True)])
         version_S = torch.tensor([row.versions[at] for row, at in zip(rows, tensors["at"].tolist(), strict=True)])
-        rollout_S = torch.tensor([order[row.rollout_id] for row in rows])
+        rollout_S = torch.tensor([owners[place] for place in places])
         trained_S = torch.ones(len(rows), dtype=torch.bool)
         again = gate.gate(
             **rl.read_gate(cfg.gate), log_ratio_T=gate.log_ratio(tensors["logp"], behaviour_S.float(), trained_S),
@@ -272,8 +288,8 @@ def compare(policy: rl.Policy, step: Step, version: int) -> Iterator[tuple[str, 
     mixture of experts only the first version's tokens of a row can be compared with the engine.
     """
     replay = rl.make_replay(policy, step.cfg)
-    told = {(row.row_id, at): found["logp"] for _, row, at, found in step.tokens()}
-    for row in step.rows.values():
+    told = {(*found["row"], at): found["logp"] for _, _, at, found in step.tokens()}
+    for name, row in step.rows.items():
         versions = row.versions[row.sampled]
         if step.version != version and version not in versions:
             continue
@@ -284,7 +300,7 @@ def compare(policy: rl.Policy, step: Step, version: int) -> Iterator[tuple[str, 
         for at, logp in zip(row.sampled.nonzero()[0].tolist(), again, strict=True):
             where = f"step {step.number}, row {row.row_id}, position {at}"
             if step.version == version:
-                yield "trainer", abs(logp - told[row.row_id, at]), where
+                yield "trainer", abs(logp - told[*name, at]), where
             if row.versions[at] == version and (not row.experts.shape[1] or version == versions[0]):
                 yield "engine", abs(logp - float(row.logprobs[at])), where
 
