@@ -91,7 +91,7 @@ class Row:
     status: str = ""
     truncated: bool = False
     calls: list[dict] = field(default_factory=list)
-    """Per call of the rollout: wire, engine, finish reason, version spans, seconds."""
+    """Per call of the rollout: wire, engines, finish reason, closing tokens' place, version spans, seconds."""
     images: list[str] = field(default_factory=list)
     """Data URIs of the images among the row's context, in order."""
 
@@ -530,6 +530,8 @@ class Call:
     branch: Branch | None = None
     """Where it was committed."""
     prompt_tokens: int = 0
+    closing: list[int] = field(default_factory=list)
+    """From and to which position of its branch stands what the template put behind the turn before."""
     seconds: float = 0.0
 
     @property
@@ -562,7 +564,7 @@ class Call:
     def summary(self) -> dict:
         """What a row keeps about the call."""
         spans = [[version, count] for version, count in sorted(Counter(self.versions).items())]
-        kept = {name: vars(self)[name] for name in ("wire", "engines", "finish_reason")}
+        kept = {name: vars(self)[name] for name in ("wire", "engines", "finish_reason", "closing")}
         sizes = {"prompt_tokens": self.prompt_tokens or len(self.prompt_ids), "sampled": len(self.token_ids)}
         return kept | sizes | {"version_spans": spans, "seconds": round(self.seconds, 4)}
 
@@ -955,6 +957,7 @@ class Session:
         branch.marks.append(Mark(count, len(branch.ids), len(branch.sent), turn.text, turn.end, doubled))
         self.replies.append(branch.keys[-1])
         call.keep(branch)
+        call.closing = [start, start + plan.closing]
         self.meters["closing_tokens"] += plan.closing
         self.meters[f"turns_{cause}"] += 1
 

@@ -1274,9 +1274,11 @@ class Journal:
 
     def evaluation(self, line: dict) -> None:
         """An evaluation's line, and one for people."""
+        scores = {f"pass@{k}": found[0] for k, found in line["pass"].items() if found}
+        self.track({"step": line["step"], "eval/reward": line["reward"]} | {f"eval/{k}": v for k, v in scores.items()})
         self.append("evaluations.jsonl", line)
         if self.writes:
-            passes = "  ".join(f"pass@{k} {found[0]:.3f}" for k, found in line["pass"].items() if found)
+            passes = "  ".join(f"{name} {score:.3f}" for name, score in scores.items())
             band = f" ({line['low']:.3f} to {line['high']:.3f})" if line["low"] is not None else ""
             print(f"evaluation after step {line['step']}: reward {line['reward']:.3f}{band}  {passes}  of "
                   f"{line['tasks']} tasks, {line['failed']} rollouts failed", flush=True)  # fmt: skip
@@ -1620,7 +1622,7 @@ def train(cfg: TrainConfig) -> None:
             if cfg.sync_minibatches or part is parts[-1]:
                 version += 1
                 probe_difference = syncer.sync(version)
-        ended = time.monotonic()
+        ended, ended_at = time.monotonic(), time.time()
 
         if cfg.keep_rows:
             divisors_S = torch.cat([torch.full([n], one["denominator"]) for n, one in zip(sizes, updates, strict=True)])
@@ -1632,6 +1634,7 @@ def train(cfg: TrainConfig) -> None:
         journal.append("schedule.jsonl", manifest)
         journal.step({
             "step": step + 1,
+            "time": ended_at,
             **rollout_metrics(rollouts),
             **{name: sum(one[name] for one in updates) / len(updates) for name in updates[0]},
             "lr": lr,

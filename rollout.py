@@ -634,6 +634,8 @@ class Rollout:
     session: Session
     info: dict
     seconds: float
+    ended: float = field(default_factory=time.time)
+    """Seconds since 1970."""
 
     @property
     def oldest(self) -> int:
@@ -1416,7 +1418,7 @@ def probe_row(call: Call) -> Row:
 
 def describe(group: Group) -> dict:
     """A group as the manifest lists it: enough for rank 0 to balance rows and compute advantages."""
-    same, rollouts = ("rollout_id", "task_id", "status", "reward", "rewards"), []
+    same, rollouts = ("rollout_id", "task_id", "status", "reward", "rewards", "seconds", "ended"), []
     for one in group.rollouts:
         rows = [{"row_id": row.row_id, "tokens": len(row), "sampled": int(row.sampled.sum())} for row in one.rows]
         rollouts.append({name: vars(one)[name] for name in same} | {"rows": rows})

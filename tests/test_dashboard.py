@@ -30,7 +30,7 @@ def row_of(name: str, ids: list[int]) -> Row:
     call = np.array([-1, -1, -1, 0, 0, -1, 1, 1], np.int32)
     sampled, logprobs = call >= 0, np.where(call >= 0, -0.5, np.nan).astype(np.float32)
     calls = [{"wire": "chat", "engines": [0], "finish_reason": "stop", "prompt_tokens": n, "sampled": 2,
-              "version_spans": [[n, 2]], "seconds": 0.1} for n in range(2)]  # fmt: skip
+              "version_spans": [[n, 2]], "seconds": 0.1, "closing": [5 * n, 5 * n + n]} for n in range(2)]  # fmt: skip
     arrays = np.array(ids, np.int32), sampled, logprobs, call, call, np.zeros((8, 2, 1), np.uint8), np.ones(8, bool)
     return Row(f"{name}.0", name, 0, "task", *arrays, 1.0, 1.0, "ok", False, calls)
 
@@ -50,9 +50,11 @@ def run(models, tmp_path) -> Path:
     rl.keep_decisions(folder / "decisions" / "step-000002", 0, micro, **found_S)
     (folder / "config.json").write_text(json.dumps(asdict(rl.TrainConfig(model=str(models["dense"]), steps=9))))
     listed = [{"rollout_id": row.rollout_id, "task_id": "task", "group": "0/7", "status": "ok", "reward": 1.0,
-               "rewards": [1.0], "url": "http://node:1", "rows": [{"row_id": row.row_id, "tokens": 8, "sampled": 4}]}
+               "rewards": [1.0], "url": "http://node:1",
+               "seconds": 2.0, "ended": 1005.0, "rows": [{"row_id": row.row_id, "tokens": 8, "sampled": 4}]}
               for row in rows]  # fmt: skip
-    metrics = {"mismatch/max": None, "gate/lag_0": 0.5, "gate/lag_1": 0.5}
+    metrics = {"mismatch/max": None, "gate/lag_0": 0.5, "gate/lag_1": 0.5, "time": 1010.0,
+               "seconds/generate": 3.0, "seconds/train": 2.0, "seconds/sync": 0.5}  # fmt: skip
     evaluation = {"low": 0.0, "high": 1.0, "pass": {"1": [0.5, 0.0, 1.0]}}
     account = {"trained": 4, "masked": 0, "gated": {"ratio_high": 4}, "dropped": {"probe": 2}}
     files = {
@@ -88,10 +90,14 @@ def test_what_it_serves(run):
     [row] = json.loads(tokens)["rows"]
     assert "".join(token["text"] for token in row["tokens"]) == "ask<b>no"
     kinds = [token["kind"] for token in row["tokens"]]
-    assert kinds == ["prompt"] * 3 + ["sampled"] * 2 + ["context"] + ["sampled"] * 2
+    assert kinds == ["prompt"] * 3 + ["sampled"] * 2 + ["closing"] + ["sampled"] * 2
     last = row["tokens"][-1]
     assert (last["version"], last["reason"], last["lag"], last["routes"]) == (1, "ratio_high", 1, [[0], [0]])
     assert last["ratio"] == pytest.approx(np.exp(0.1)) and last["weight"] == pytest.approx(1.1)
+    [(_, when)] = ask(run, "/timeline?step=2")
+    when = json.loads(when)
+    assert when["trainer"][1] == {"step": 2, "from": 1004.5, "seconds": [3.0, 2.0, 0.5]}
+    assert len(when["nodes"]["http://node:1"]) == 4 and when["nodes"]["http://node:1"][0]["from"] == 1003.0
     assert "# TYPE instar_reward gauge\ninstar_reward 1.0\n" in metrics and "instar_gate_lag_1 0.5\n" in metrics
     assert "None" not in metrics and not re.search(r"[^\w\s.#+-]", metrics), "nothing Prometheus would refuse"
 
@@ -171,5 +177,6 @@ def test_the_page_in_a_real_browser(run):
     [tokens] = re.findall(r'<div class="row">.*?</div>', page, re.DOTALL)
     assert len(re.findall(r'<span style="background:', tokens)) == 8 and "&lt;" in tokens
     assert 'class="error"' not in page
-    for kind in ("prompt", "sampled", "context"):
-        assert re.search(rf'class="key"[^>]*>{kind}<', page)
+    for kind in ("prompt", "sampled", "closing: put there by the template", "wait for rows", "sync"):
+        assert re.search(rf'class="key"[^>]*>{kind}<', page), kind
+    assert "rollout 7-1 of step 2, ok, 2.00 s</title>" in page and "step 1: train 2.00 s</title>" in page

@@ -370,6 +370,7 @@ def test_t7_a_length_stop_is_closed_by_ids_that_are_not_trained():
     assert not row.sampled[closing].any() and np.isnan(row.logprobs[closing]).all()
     assert (row.versions[closing] == -1).all()
     assert s.meters["closing_tokens"] == 2
+    assert [call["closing"] for call in row.calls] == [[0, 0], [7, 9]]
 
 
 @pytest.mark.parametrize("end", ["<eot>", "<eos>"])

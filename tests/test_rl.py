@@ -1100,6 +1100,13 @@ def test_metrics_go_to_a_tracker_whose_package_is_there(monkeypatch, tmp_path):
     assert told.pop() == (3, {"step": 3, "reward": 0.5})
     rl.TRACKERS["tensorboard"](cfg)({"step": 3, "reward": 0.5})
     assert told[-1] == ("reward", 0.5, 3)
+    journal = rl.Journal(
+        rl.replace(cfg, track="wandb"), types.SimpleNamespace(rank=0), types.SimpleNamespace(run="", step=0)
+    )
+    journal.evaluation(
+        {"step": 4, "reward": 0.5, "low": None, "pass": {"1": [0.25, None, None]}, "tasks": 1, "failed": 0}
+    )
+    assert told[-1] == (4, {"step": 4, "eval/reward": 0.5, "eval/pass@1": 0.25})
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(rl, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--track wandb: the package is not installed: .venv/bin/pip install wandb"):

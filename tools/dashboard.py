@@ -7,6 +7,7 @@ One static page (``dashboard.html``: no build step, nothing from outside) and wh
     GET /rollouts?step=S        the rollouts of a step (S 0: the last)
     GET /tokens?step=S&id=ID    the tokens of a rollout's rows, and what became of each (of a run with --keep_rows);
                                 &url=URL, where several nodes have a rollout of that id: of this one alone
+    GET /timeline?step=S        what the trainer and each node did, and when, over that step and the two before
     GET /metrics                the last step's numbers, as Prometheus reads them
 """
 
@@ -48,6 +49,24 @@ async def rollouts(request: web.Request) -> web.Response:
     return web.json_response({"step": step.number, "rollouts": step.manifest["rollouts"]})
 
 
+async def timeline(request: web.Request) -> web.Response:
+    """In seconds since 1970. Of the trainer, a step's parts one after the other; of a node, from and to when each
+    rollout ran that a step consumed."""
+    folder = request.app[FOLDER]
+    kept, lines = Run(folder), {line["step"]: line for line in read_lines(folder / "metrics.jsonl")}
+    last = kept.step(int(request.query["step"]) or None).number
+    shown = [step for step in kept.steps if last - 3 < step.number <= last and step.number in lines]
+    trainer, nodes = [], {}
+    for step in shown:
+        line = lines[step.number]
+        seconds = [line[f"seconds/{part}"] for part in ("generate", "train", "sync")]
+        trainer.append({"step": step.number, "from": line["time"] - sum(seconds), "seconds": seconds})
+        for one in step.rollouts:
+            ran = {"id": one["rollout_id"], "from": one["ended"] - one["seconds"], "to": one["ended"]}
+            nodes.setdefault(one["url"], []).append(ran | {"step": step.number, "status": one["status"]})
+    return web.json_response({"trainer": trainer, "nodes": nodes})
+
+
 @lru_cache(1)
 def tokenizer_of(model: str):
     return AutoTokenizer.from_pretrained(model)
@@ -64,8 +83,15 @@ async def tokens(request: web.Request) -> web.Response:
         if row.rollout_id != wanted or node not in (None, url):
             continue
         first, out = int(row.sampled.argmax()), []
+        closing = {
+            at for call in sorted(set(row.call[row.sampled].tolist())) for at in range(*row.calls[call]["closing"])
+        }
         for at, token in enumerate(row.token_ids.tolist()):
-            said = {"id": token, "text": tokenizer.decode([token]), "kind": "context" if at > first else "prompt"}
+            said = {
+                "id": token,
+                "text": tokenizer.decode([token]),
+                "kind": "prompt" if at < first else "closing" if at in closing else "message",
+            }
             if row.experts.shape[1]:
                 said["routes"] = row.experts[at].tolist() if row.experts_known[at] else None
             if row.sampled[at]:
@@ -107,7 +133,7 @@ def make_app(folder: Path) -> web.Application:
     app = web.Application(middlewares=[in_one_line])
     app[FOLDER] = folder
     app.add_routes(
-        [web.get("/", page), *(web.get(f"/{act.__name__}", act) for act in (run, rollouts, tokens, metrics))]
+        [web.get("/", page), *(web.get(f"/{act.__name__}", act) for act in (run, rollouts, tokens, timeline, metrics))]
     )
     return app
 
