@@ -1634,7 +1634,7 @@ def train(cfg: TrainConfig) -> None:
         journal.append("schedule.jsonl", manifest)
         journal.step({
             "step": step + 1,
-            "time": ended_at,
+            "seconds/clock": ended_at,
             **rollout_metrics(rollouts),
             **{name: sum(one[name] for one in updates) / len(updates) for name in updates[0]},
             "lr": lr,

@@ -53,7 +53,7 @@ def run(models, tmp_path) -> Path:
                "rewards": [1.0], "url": "http://node:1",
                "seconds": 2.0, "ended": 1005.0, "rows": [{"row_id": row.row_id, "tokens": 8, "sampled": 4}]}
               for row in rows]  # fmt: skip
-    metrics = {"mismatch/max": None, "gate/lag_0": 0.5, "gate/lag_1": 0.5, "time": 1010.0,
+    metrics = {"mismatch/max": None, "gate/lag_0": 0.5, "gate/lag_1": 0.5, "seconds/clock": 1010.0,
                "seconds/generate": 3.0, "seconds/train": 2.0, "seconds/sync": 0.5}  # fmt: skip
     evaluation = {"low": 0.0, "high": 1.0, "pass": {"1": [0.5, 0.0, 1.0]}}
     account = {"trained": 4, "masked": 0, "gated": {"ratio_high": 4}, "dropped": {"probe": 2}}

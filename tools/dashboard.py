@@ -60,7 +60,7 @@ async def timeline(request: web.Request) -> web.Response:
     for step in shown:
         line = lines[step.number]
         seconds = [line[f"seconds/{part}"] for part in ("generate", "train", "sync")]
-        trainer.append({"step": step.number, "from": line["time"] - sum(seconds), "seconds": seconds})
+        trainer.append({"step": step.number, "from": line["seconds/clock"] - sum(seconds), "seconds": seconds})
         for one in step.rollouts:
             ran = {"id": one["rollout_id"], "from": one["ended"] - one["seconds"], "to": one["ended"]}
             nodes.setdefault(one["url"], []).append(ran | {"step": step.number, "status": one["status"]})
