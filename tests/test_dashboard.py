@@ -30,7 +30,8 @@ def row_of(name: str, ids: list[int]) -> Row:
     call = np.array([-1, -1, -1, 0, 0, -1, 1, 1], np.int32)
     sampled, logprobs = call >= 0, np.where(call >= 0, -0.5, np.nan).astype(np.float32)
     calls = [{"wire": "chat", "engines": [0], "finish_reason": "stop", "prompt_tokens": n, "sampled": 2,
-              "version_spans": [[n, 2]], "seconds": 0.1, "closing": [5 * n, 5 * n + n]} for n in range(2)]  # fmt: skip
+              "version_spans": [[n, 2]], "seconds": 0.1, "closing": [5, 5 + n * (name == "7-1")]}
+             for n in range(2)]  # fmt: skip
     arrays = np.array(ids, np.int32), sampled, logprobs, call, call, np.zeros((8, 2, 1), np.uint8), np.ones(8, bool)
     return Row(f"{name}.0", name, 0, "task", *arrays, 1.0, 1.0, "ok", False, calls)
 
@@ -91,6 +92,8 @@ def test_what_it_serves(run):
     assert "".join(token["text"] for token in row["tokens"]) == "ask<b>no"
     kinds = [token["kind"] for token in row["tokens"]]
     assert kinds == ["prompt"] * 3 + ["sampled"] * 2 + ["closing"] + ["sampled"] * 2
+    [(_, other)] = ask(run, "/tokens?step=2&id=7-0")
+    assert json.loads(other)["rows"][0]["tokens"][5]["kind"] == "message", "that rollout's call closed nothing"
     last = row["tokens"][-1]
     assert (last["version"], last["reason"], last["lag"], last["routes"]) == (1, "ratio_high", 1, [[0], [0]])
     assert last["ratio"] == pytest.approx(np.exp(0.1)) and last["weight"] == pytest.approx(1.1)

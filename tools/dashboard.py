@@ -50,8 +50,8 @@ async def rollouts(request: web.Request) -> web.Response:
 
 
 async def timeline(request: web.Request) -> web.Response:
-    """In seconds since 1970. Of the trainer, a step's parts one after the other; of a node, from and to when each
-    rollout ran that a step consumed."""
+    """In seconds since 1970, by each machine's own clock. Of the trainer, a step's parts one after the other; of a
+    node, from and to when each rollout ran that a step consumed."""
     folder = request.app[FOLDER]
     kept, lines = Run(folder), {line["step"]: line for line in read_lines(folder / "metrics.jsonl")}
     last = kept.step(int(request.query["step"]) or None).number
@@ -83,15 +83,10 @@ async def tokens(request: web.Request) -> web.Response:
         if row.rollout_id != wanted or node not in (None, url):
             continue
         first, out = int(row.sampled.argmax()), []
-        closing = {
-            at for call in sorted(set(row.call[row.sampled].tolist())) for at in range(*row.calls[call]["closing"])
-        }
+        closing = {at for call in set(row.call[row.sampled].tolist()) for at in range(*row.calls[call]["closing"])}
         for at, token in enumerate(row.token_ids.tolist()):
-            said = {
-                "id": token,
-                "text": tokenizer.decode([token]),
-                "kind": "prompt" if at < first else "closing" if at in closing else "message",
-            }
+            kind = "prompt" if at < first else "closing" if at in closing else "message"
+            said = {"id": token, "text": tokenizer.decode([token]), "kind": kind}
             if row.experts.shape[1]:
                 said["routes"] = row.experts[at].tolist() if row.experts_known[at] else None
             if row.sampled[at]:
